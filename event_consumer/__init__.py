@@ -1,0 +1,1 @@
+"""Reads the checkpoint stream into traces, metrics and a queryable store."""

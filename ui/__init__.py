@@ -1,0 +1,1 @@
+"""The dashboard: what was retained, what was reused, and why not."""
