@@ -18,6 +18,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    UniqueConstraint,
 )
 
 SCHEMA_VERSION: Final = 1
@@ -94,6 +95,8 @@ requests = Table(
     Column("retained_boundary", Integer),
     Column("retained_kind", String(32)),
     Column("no_checkpoint_reason", String(64)),
+    Column("traceparent", Text),  # the caller's, where vLLM let it through
+    Column("tracestate", Text),
     Column("trace_id", String(32)),
     Column("span_id", String(16)),
     Index("ix_requests_last_event", "last_event_ns"),
@@ -168,11 +171,12 @@ gaps = Table(
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("endpoint", String(512), nullable=False),
-    Column("engine_id", String(64)),
+    Column("engine_id", String(64), nullable=False, default=""),
     Column("first_seq", BigInteger, nullable=False),
     Column("end_seq", BigInteger, nullable=False),  # half-open: [first_seq, end_seq)
     Column("status", String(16), nullable=False),  # open | recovered | lost
     Column("detected_ns", BigInteger, nullable=False),
     Column("closed_ns", BigInteger),
+    UniqueConstraint("endpoint", "engine_id", "first_seq", name="uq_gaps_range"),
     Index("ix_gaps_endpoint", "endpoint", "status"),
 )

@@ -1,0 +1,50 @@
+"""Trace and span ids, derived from what the events name.
+
+They are functions of their arguments alone: a request exported twice (after a
+crash of the consumer) has the same ids both times, and a link to a checkpoint of
+an earlier request needs no memory of that request.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+from typing import Final
+
+_TRACEPARENT: Final = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}"
+    r"(?:-.*)?"
+)
+"""W3C Trace Context, section 3.2: version, trace id, parent id, flags."""
+
+
+def _hex_digest(num_bytes: int, kind: bytes, *names: str) -> str:
+    digest = blake2b("\0".join(names).encode(), digest_size=num_bytes, person=kind)
+    # All zeros is W3C's "invalid"; one digest in 2**64 is worth one more bit.
+    return digest.hexdigest() if any(digest.digest()) else f"{1:0{2 * num_bytes}x}"
+
+
+def parse_traceparent(traceparent: str | None) -> tuple[str, str] | None:
+    """The caller's ``(trace id, parent span id)`` in hex; None when there is none
+    or it is not valid (W3C Trace Context says to ignore it then)."""
+    match = _TRACEPARENT.fullmatch(traceparent.strip()) if traceparent else None
+    return (match[1], match[2]) if match else None
+
+
+def trace_id(engine_id: str, request_id: str, traceparent: str | None = None) -> str:
+    """The caller's trace id where a valid ``traceparent`` came, else a derived one.
+
+    32 hex digits.
+    """
+    caller = parse_traceparent(traceparent)
+    return caller[0] if caller else _hex_digest(16, b"trace", engine_id, request_id)
+
+
+def request_span_id(engine_id: str, request_id: str) -> str:
+    """16 hex digits."""
+    return _hex_digest(8, b"request", engine_id, request_id)
+
+
+def checkpoint_span_id(engine_id: str, checkpoint_id: int) -> str:
+    """16 hex digits."""
+    return _hex_digest(8, b"checkpoint", engine_id, str(checkpoint_id))
