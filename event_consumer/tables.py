@@ -160,8 +160,12 @@ streams = Table(
     Column("num_duplicates", BigInteger, nullable=False, default=0),  # batches
     Column("num_lost", BigInteger, nullable=False, default=0),  # batches
     Column("num_unknown", BigInteger, nullable=False, default=0),  # events
-    Column("num_undecodable", BigInteger, nullable=False, default=0),  # events or frames
-    Column("num_dropped", BigInteger, nullable=False, default=0),  # events, by publisher
+    Column(
+        "num_undecodable", BigInteger, nullable=False, default=0
+    ),  # events or frames
+    Column(
+        "num_dropped", BigInteger, nullable=False, default=0
+    ),  # events, by publisher
     Column("num_restarts", BigInteger, nullable=False, default=0),
     Column("updated_ns", BigInteger),
 )

@@ -1,0 +1,438 @@
+"""The store: SQLite or PostgreSQL, through SQLAlchemy Core.
+
+What a set of batches produced and the positions they moved to are written in one
+transaction (:meth:`Store.commit`), so that after a crash the two agree and the
+stream continues where the store stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Table,
+    and_,
+    create_engine,
+    delete,
+    event,
+    exists,
+    func,
+    insert,
+    inspect,
+    or_,
+    select,
+    tuple_,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+
+from event_consumer import tables
+from event_consumer.records import (
+    GAP_OPEN,
+    LIVE_STAGES,
+    OPEN,
+    RUNNING,
+    CheckpointRecord,
+    EngineRecord,
+    GapRecord,
+    RequestRecord,
+    StreamRecord,
+)
+
+DEFAULT_URL: Final = "sqlite:///vllm-fork.db"
+
+SQLITE_BUSY_MS: Final = 10_000
+DELETE_CHUNK: Final = 5_000
+"""Rows that one transaction of :meth:`Store.delete_older_than` removes."""
+_SCHEMA_LOCK: Final = 5_567_5568
+"""Advisory lock under which consumers of one PostgreSQL create the tables."""
+
+
+class StoreError(Exception):
+    """The store cannot be used; the message is one sentence for the operator."""
+
+
+class ChangeSet(NamedTuple):
+    """Rows to write, as tuples in column order: nothing changes them afterwards."""
+
+    engines: list[tuple[Any, ...]]
+    requests: list[tuple[Any, ...]]
+    checkpoints: list[tuple[Any, ...]]
+    streams: list[tuple[Any, ...]]
+    gaps: list[tuple[Any, ...]]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        engines: Iterable[EngineRecord] = (),
+        requests: Iterable[RequestRecord] = (),
+        checkpoints: Iterable[CheckpointRecord] = (),
+        streams: Iterable[StreamRecord] = (),
+        gaps: Iterable[GapRecord] = (),
+    ) -> ChangeSet:
+        """Copy the records as they are now."""
+        as_row = msgspec.structs.astuple
+        return cls(
+            *(
+                [as_row(record) for record in records]
+                for records in (engines, requests, checkpoints, streams, gaps)
+            )
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return sum(map(len, self))
+
+
+class Snapshot(NamedTuple):
+    """What a consumer needs in order to go on where the store stands.
+
+    ``requests`` are those not yet closed, ``checkpoints`` those that live and
+    those of ``requests``; ``conversations`` names the conversation of each
+    request that left a live checkpoint, by ``(engine_id, request_id)``.
+    """
+
+    streams: list[StreamRecord]
+    gaps: list[GapRecord]
+    engines: list[EngineRecord]
+    requests: list[RequestRecord]
+    checkpoints: list[CheckpointRecord]
+    conversations: dict[tuple[str, str], str]
+
+
+_RECORDS: Final[dict[Table, type]] = {
+    tables.engines: EngineRecord,
+    tables.requests: RequestRecord,
+    tables.checkpoints: CheckpointRecord,
+    tables.streams: StreamRecord,
+    tables.gaps: GapRecord,
+}
+
+_GAP_KEY: Final = ("endpoint", "engine_id", "first_seq")
+
+
+def _written_columns(table: Table) -> list[str]:
+    """The columns of ``table`` that a record has, in its order."""
+    return [field.name for field in msgspec.structs.fields(_RECORDS[table])]
+
+
+def _upsert_sql(table: Table, engine: Engine) -> str:
+    """One statement that inserts a row or merges it into the one that is there.
+
+    A NULL never overwrites what is known: a record that the ledger had to begin
+    in the middle of a life leaves alone what an earlier one wrote.
+    """
+    names = _written_columns(table)
+    dialect_insert = (
+        sqlite.insert if engine.dialect.name == "sqlite" else postgresql.insert
+    )
+    statement = dialect_insert(table)
+    key = _GAP_KEY if table is tables.gaps else tuple(table.primary_key.columns.keys())
+    merged: dict[str, Any] = {}
+    for name in names:
+        if name in key:
+            continue
+        old, new = table.c[name], statement.excluded[name]
+        if name == "incomplete":
+            merged[name] = or_(new, old)
+        elif name == "num_hits":
+            larger = func.max if engine.dialect.name == "sqlite" else func.greatest
+            merged[name] = larger(new, old)
+        elif old.nullable:
+            merged[name] = func.coalesce(new, old)
+        else:
+            merged[name] = new
+    statement = statement.on_conflict_do_update(index_elements=key, set_=merged)
+    compiled = statement.compile(dialect=engine.dialect, column_keys=names)
+    assert compiled.positiontup == names, compiled.positiontup
+    return str(compiled)
+
+
+class Store:
+    """An open store. One thread at a time may write."""
+
+    def __init__(self, url: str = DEFAULT_URL, *, read_only: bool = False) -> None:
+        """Open ``url``; create the tables where there are none.
+
+        Args:
+            url: ``sqlite:///PATH`` or ``postgresql://USER@HOST/DATABASE``.
+            read_only: refuse where there is no store yet, and never write.
+
+        Raises:
+            StoreError: not a URL of a database known here, unreachable, not
+                writable, not a store, or a store of another schema version.
+        """
+        self._url = _parse_url(url)
+        self.name = self._url.render_as_string(hide_password=True)
+        self._read_only = read_only
+        if read_only:
+            self._refuse_absent_file()
+        try:
+            self.engine = self._create_engine()
+            with self._sentences("open"):
+                if read_only:
+                    with self.engine.connect() as connection:
+                        self._verify(connection)
+                else:
+                    self._create_or_verify()
+        except BaseException:
+            self.close()
+            raise
+        if not read_only:
+            self._upserts = [_upsert_sql(table, self.engine) for table in _RECORDS]
+
+    def _create_engine(self) -> Engine:
+        try:
+            if self._url.get_backend_name() == "postgresql":
+                return create_engine(self._url, paramstyle="format", pool_pre_ping=True)
+            engine = create_engine(self._url)
+        except ImportError as error:
+            raise StoreError(
+                f"the store {self.name} needs {error.name or 'a driver'}, which is "
+                "not installed: pip install 'vllm-fork[postgres]'"
+            ) from None
+        event.listen(engine, "connect", _configure_sqlite)
+        return engine
+
+    def _refuse_absent_file(self) -> None:
+        path = self._url.database
+        if self._url.get_backend_name() != "sqlite" or path in (None, "", ":memory:"):
+            return
+        if not Path(str(path)).exists():
+            raise StoreError(
+                f"there is no store at {self.name} yet: `event-consumer run "
+                f"--store {self.name}` makes it, or name another with --store"
+            )
+
+    @contextmanager
+    def _sentences(self, doing: str) -> Iterator[None]:
+        """Turn a database error into a :class:`StoreError` of one sentence."""
+        try:
+            yield
+        except SQLAlchemyError as error:
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            reason = " ".join(str(cause).split())
+            raise StoreError(
+                f"cannot {doing} the store {self.name}: {reason}"
+            ) from error
+
+    def _create_or_verify(self) -> None:
+        with self.engine.begin() as connection:
+            if self.engine.dialect.name == "postgresql":
+                connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
+            found = set(inspect(connection).get_table_names())
+            if found.isdisjoint(tables.metadata.tables):
+                tables.metadata.create_all(connection)
+                connection.execute(
+                    insert(tables.meta).values(
+                        key="schema_version", value=str(tables.SCHEMA_VERSION)
+                    )
+                )
+                return
+            self._verify(connection)
+            # Says now, not at the first event, that nothing can be written.
+            connection.execute(
+                update(tables.meta)
+                .where(tables.meta.c.key == "schema_version")
+                .values(value=tables.meta.c.value)
+            )
+
+    def _verify(self, connection: Connection) -> None:
+        found = set(inspect(connection).get_table_names())
+        version = (
+            connection.scalar(
+                select(tables.meta.c.value).where(tables.meta.c.key == "schema_version")
+            )
+            if tables.meta.name in found
+            else None
+        )
+        if version is None:
+            raise StoreError(
+                f"{self.name} is a database, but not a store of event-consumer: "
+                "name another with --store"
+            )
+        ours = tables.SCHEMA_VERSION
+        if not version.isdigit() or int(version) > ours:
+            raise StoreError(
+                f"the store {self.name} has schema version {version}, and this "
+                f"event-consumer knows {ours}: upgrade it, or name another store"
+            )
+        if int(version) < ours:
+            raise StoreError(
+                f"the store {self.name} has schema version {version}, older than "
+                f"{ours}, and there is no migration: name another store"
+            )
+
+    def close(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.dispose()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def commit(self, changes: ChangeSet) -> None:
+        """Write ``changes`` in one transaction.
+
+        Raises:
+            StoreError: nothing was written; the same changes may be tried again.
+        """
+        with self._sentences("write to"), self.engine.begin() as connection:
+            for sql, rows in zip(self._upserts, changes, strict=True):
+                if rows:
+                    connection.exec_driver_sql(sql, rows)
+
+    def load(self, endpoints: Sequence[str]) -> Snapshot:
+        """What is needed to go on with ``endpoints``.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        engines, requests = tables.engines, tables.requests
+        checkpoints = tables.checkpoints
+        with self._sentences("read"), self.engine.connect() as connection:
+
+            def records(table: Table, condition: Any) -> list[Any]:
+                names = _written_columns(table)
+                statement = select(*(table.c[name] for name in names))
+                rows = connection.execute(statement.where(condition)).mappings()
+                return [_RECORDS[table](**row) for row in rows]
+
+            streams = records(tables.streams, tables.streams.c.endpoint.in_(endpoints))
+            current = [stream.engine_id for stream in streams if stream.engine_id]
+            of_ours = select(engines.c.engine_id).where(
+                or_(
+                    engines.c.engine_id.in_(current),
+                    and_(
+                        engines.c.status == RUNNING, engines.c.endpoint.in_(endpoints)
+                    ),
+                )
+            )
+            open_here = and_(
+                requests.c.engine_id.in_(of_ours), requests.c.status == OPEN
+            )
+            open_keys = select(requests.c.engine_id, requests.c.request_id).where(
+                open_here
+            )
+            key = tuple_(checkpoints.c.engine_id, checkpoints.c.request_id)
+            live = and_(
+                checkpoints.c.engine_id.in_(of_ours),
+                checkpoints.c.stage.in_(LIVE_STAGES),
+            )
+            conversations = connection.execute(
+                select(
+                    requests.c.engine_id,
+                    requests.c.request_id,
+                    requests.c.conversation_id,
+                )
+                .join_from(
+                    checkpoints,
+                    requests,
+                    and_(
+                        requests.c.engine_id == checkpoints.c.engine_id,
+                        requests.c.request_id == checkpoints.c.request_id,
+                    ),
+                )
+                .where(live, requests.c.conversation_id.is_not(None))
+            )
+            return Snapshot(
+                streams=streams,
+                gaps=records(
+                    tables.gaps,
+                    and_(
+                        tables.gaps.c.endpoint.in_(endpoints),
+                        tables.gaps.c.status == GAP_OPEN,
+                    ),
+                ),
+                engines=records(engines, engines.c.engine_id.in_(of_ours)),
+                requests=records(requests, open_here),
+                checkpoints=records(checkpoints, or_(live, key.in_(open_keys))),
+                conversations={
+                    (engine_id, request_id): conversation_id
+                    for engine_id, request_id, conversation_id in conversations
+                },
+            )
+
+    def delete_older_than(self, cutoff_ns: int) -> int:
+        """Delete what had its last event before ``cutoff_ns``; returns the rows.
+
+        Live checkpoints of running engines, the requests that left them, running
+        engines and open gaps stay. In chunks, so that no writer waits long.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        requests, checkpoints = tables.requests, tables.checkpoints
+        engines, gaps = tables.engines, tables.gaps
+        left_a_live_one = exists().where(
+            checkpoints.c.engine_id == requests.c.engine_id,
+            checkpoints.c.request_id == requests.c.request_id,
+            checkpoints.c.stage.in_(LIVE_STAGES),
+        )
+        conditions = {
+            checkpoints: and_(
+                checkpoints.c.last_event_ns < cutoff_ns,
+                checkpoints.c.stage.not_in(LIVE_STAGES),
+            ),
+            requests: and_(requests.c.last_event_ns < cutoff_ns, ~left_a_live_one),
+            engines: and_(
+                engines.c.last_event_ns < cutoff_ns, engines.c.status != RUNNING
+            ),
+            gaps: and_(gaps.c.detected_ns < cutoff_ns, gaps.c.status != GAP_OPEN),
+        }
+        num_deleted = 0
+        with self._sentences("delete from"):
+            for table, condition in conditions.items():
+                key = tuple(table.primary_key.columns)
+                oldest = select(*key).where(condition).limit(DELETE_CHUNK)
+                statement = delete(table).where(tuple_(*key).in_(oldest))
+                while True:
+                    with self.engine.begin() as connection:
+                        num_rows = connection.execute(statement).rowcount
+                    num_deleted += num_rows
+                    if num_rows < DELETE_CHUNK:
+                        break
+        return num_deleted
+
+
+def _configure_sqlite(connection: Any, _record: object) -> None:
+    connection.execute(f"PRAGMA busy_timeout={SQLITE_BUSY_MS}")
+    # Readers never wait for the writer, nor it for them.
+    connection.execute("PRAGMA journal_mode=WAL")
+    # A power cut may take the last commits, and their positions with them: the
+    # publisher replays them. A crash of the process takes nothing.
+    connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def _parse_url(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise StoreError(
+            f"{url!r} is not a store URL: write sqlite:///{url} for a file, or "
+            "postgresql://USER@HOST/DATABASE"
+        ) from None
+    name = parsed.drivername
+    if name in ("postgres", "postgresql", "postgresql+psycopg"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if name in ("sqlite", "sqlite+pysqlite"):
+        return parsed
+    try:
+        known = parsed.get_backend_name()
+    except NoSuchModuleError:
+        known = name
+    raise StoreError(
+        f"a store of kind {known!r} is not known: write sqlite:///PATH or "
+        "postgresql://USER@HOST/DATABASE"
+    )
