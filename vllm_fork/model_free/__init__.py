@@ -1,0 +1,28 @@
+"""vLLM's real scheduler and KV-cache manager without a model.
+
+:func:`make_scheduler` builds any vLLM scheduler class over a small hybrid
+configuration; :class:`ModelFreeEngine` drives it as vLLM's ``EngineCore`` does;
+:class:`SimulatedWorker` executes its steps and knows what every physical block
+holds, so that a request that starts from a state or from pages that are not
+exactly its own prefix is reported as a :class:`StateError`.
+
+Importing this package imports vLLM and torch. No network, no weights, no GPU.
+"""
+
+from vllm_fork.model_free.cache_audit import audit_prefix_cache
+from vllm_fork.model_free.engine import FinishedRequest, ModelFreeEngine, make_engine
+from vllm_fork.model_free.requests import STOP_TOKEN, make_request
+from vllm_fork.model_free.scheduler_factory import make_scheduler
+from vllm_fork.model_free.worker import SimulatedWorker, StateError
+
+__all__ = [
+    "STOP_TOKEN",
+    "FinishedRequest",
+    "ModelFreeEngine",
+    "SimulatedWorker",
+    "StateError",
+    "audit_prefix_cache",
+    "make_engine",
+    "make_request",
+    "make_scheduler",
+]
