@@ -1,0 +1,467 @@
+"""Sends lifecycle events out of the engine without the engine ever waiting.
+
+The scheduler's thread appends to a queue; one thread of our own encodes, sends,
+remembers and resends. Whatever goes wrong on the way (queue full, event that does
+not encode, port taken, nobody listening, somebody listening slowly) costs events,
+which are counted and announced in the stream by ``EventsDropped``, and never a step.
+vLLM's own ``ZmqEventPublisher.publish`` blocks on a full queue (vLLM issue 53859).
+
+The wire is described in docs/events.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from vllm_fork import endpoints
+from vllm_fork.config import EventSettings, endpoint_of_rank, load_curve_keys
+from vllm_fork.events import Event, EventBatch, EventsDropped, seq_to_bytes
+from vllm_fork.history import History, ReplayServer
+
+logger = logging.getLogger(__name__)
+
+MAX_EVENTS_PER_BATCH: Final = 256
+FLUSH_INTERVAL_S: Final = 0.005
+"""Least time between two rounds of sending: under load, events of several steps
+leave in one batch, and the thread takes the interpreter lock 200 times a second at
+most."""
+BIND_RETRY_S: Final = 2.0
+REPLAY_BATCHES_PER_ROUND: Final = 64
+REPLAY_SEND_HWM: Final = 64
+"""Batches that wait in the socket for one replay reader; the rest wait in the
+history, where they cost nothing."""
+
+
+@dataclass(frozen=True)
+class PublisherStats:
+    """Counts since the start; events unless said otherwise.
+
+    ``num_published == num_sent + num_dropped + num_encode_errors + num_queued``
+    whenever the thread is at rest.
+    """
+
+    num_published: int
+    num_sent: int
+    num_dropped: int
+    num_encode_errors: int
+    num_queued: int
+    num_batches: int
+    """Batches sent; also the next sequence number."""
+    first_buffered_seq: int
+    num_buffered_bytes: int
+    num_replay_requests: int
+    num_replayed_batches: int
+    error: str | None
+    """Why nothing (or no replay) is going out now, in one sentence."""
+
+
+class CheckpointPublisher:
+    """The stream of one engine (one data-parallel rank).
+
+    The first call of :meth:`publish` makes batch 0 and is never dropped: pass
+    ``EngineStarted`` there.
+    """
+
+    def __init__(
+        self,
+        settings: EventSettings,
+        *,
+        engine_id: str,
+        data_parallel_rank: int = 0,
+        model_name: str = "",
+    ) -> None:
+        """Bind and start the thread. An endpoint that cannot be bound is reported in
+        :meth:`stats` and the log and tried again, not raised."""
+        self._settings = settings
+        self._rank = data_parallel_rank
+        self._engine_id = engine_id
+        self._model_name = model_name
+        self._topic = settings.topic.encode()
+
+        # Written by the publishing thread alone.
+        self._queue: deque[Event] = deque()
+        self._first: list[Event] | None = None
+        self._has_first = False
+        self._num_published = 0
+        self._num_overflowed = 0
+        # Written by the sending thread alone.
+        self._num_sent = 0
+        self._num_encode_errors = 0
+        self._num_unsent_at_close = 0
+        self._num_announced = 0
+        self._num_errors_announced = 0
+        self._last_send = time.monotonic()
+        self._next_bind = 0.0
+        self._errors: dict[str, str] = {}
+
+        self._encoder = msgspec.msgpack.Encoder()
+        self._history = History(settings.buffer_batches, settings.buffer_bytes)
+        self._closed = False
+        self._deadline: float | None = None
+        self._asleep = False
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+        self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._publisher: zmq.Socket | None = None
+        self._replay: ReplayServer | None = None
+        self._replay_socket: zmq.Socket | None = None
+        self._replay_progress = False
+        self.endpoint: str | None = None
+        """The bound PUB endpoint, or None while it cannot be bound."""
+        self.replay_endpoint: str | None = None
+        self._open()
+        self._thread = threading.Thread(
+            target=self._run, name="checkpoint-publisher", daemon=True
+        )
+        self._thread.start()
+
+    # -- the engine's side ---------------------------------------------------
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Queue events, in order. Never blocks, never raises.
+
+        To be called from one thread. The events must not change afterwards.
+        """
+        try:
+            self._enqueue(list(events))
+        except Exception:
+            logger.exception("Could not queue events for the checkpoint stream.")
+
+    def shutdown(self, timeout_s: float = 1.0) -> None:
+        """Send what is queued, for at most ``timeout_s`` seconds, and close.
+
+        What cannot be sent in that time is counted as dropped. Later events are too.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._deadline = time.monotonic() + timeout_s
+        self._wake()
+        # The sockets get a last moment to hand over what they hold.
+        self._thread.join(timeout_s + 1.0)
+        if self._thread.is_alive():
+            logger.warning("The checkpoint stream did not close within its time.")
+            return
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def stats(self) -> PublisherStats:
+        """The counts so far. May be called from any thread."""
+        replay = self._replay
+        return PublisherStats(
+            num_published=self._num_published,
+            num_sent=self._num_sent,
+            num_dropped=self._num_overflowed + self._num_unsent_at_close,
+            num_encode_errors=self._num_encode_errors,
+            num_queued=len(self._queue) + len(self._first or ()),
+            num_batches=self._history.next_seq,
+            first_buffered_seq=self._history.first_seq,
+            num_buffered_bytes=self._history.num_bytes,
+            num_replay_requests=replay.num_requests if replay else 0,
+            num_replayed_batches=replay.num_batches_sent if replay else 0,
+            error=" ".join(self._errors.values()) or None,
+        )
+
+    def _enqueue(self, events: list[Event]) -> None:
+        if not events:
+            return
+        self._num_published += len(events)
+        if self._closed:
+            self._num_overflowed += len(events)
+            return
+        if self._has_first:
+            self._queue.extend(self._make_room(events))
+        else:
+            self._first = events
+            self._has_first = True
+        if self._asleep:
+            self._wake()
+
+    def _make_room(self, events: list[Event]) -> list[Event]:
+        """Drop what the queue cannot take; return what is left of ``events``."""
+        limit = self._settings.queue_size
+        excess = len(self._queue) + len(events) - limit
+        if excess <= 0:
+            return events
+        if self._settings.overflow == "drop_newest":
+            kept = events[: max(0, len(events) - excess)]
+        else:
+            kept = events[-limit:]
+            for _ in range(len(self._queue) + len(kept) - limit):
+                try:
+                    self._queue.popleft()
+                except IndexError:  # the sending thread was faster
+                    break
+                self._num_overflowed += 1
+        self._num_overflowed += len(events) - len(kept)
+        return kept
+
+    def _wake(self) -> None:
+        self._asleep = False
+        with contextlib.suppress(BlockingIOError):  # full: it is being woken already
+            os.write(self._wake_write, b"\0")
+
+    # -- the sending thread --------------------------------------------------
+
+    def _run(self) -> None:
+        while self._deadline is None:
+            try:
+                self._round()
+            except Exception:
+                logger.exception("The checkpoint stream stumbled; it goes on.")
+                time.sleep(FLUSH_INTERVAL_S)
+        try:
+            self._drain(self._deadline)
+        except Exception:
+            logger.exception("The checkpoint stream could not be drained.")
+        finally:
+            self._close(self._deadline)
+
+    def _round(self) -> None:
+        self._wait()
+        if self._errors and time.monotonic() >= self._next_bind:
+            self._open()
+        self._replay_progress = self._serve_replays()
+        while self._send_batch():
+            self._replay_progress |= self._serve_replays()
+        if time.monotonic() - self._last_send >= self._settings.heartbeat_s:
+            self._send_heartbeat()
+
+    def _wait(self) -> None:
+        """Sleep until there is something to do, but not less than the interval."""
+        until_flush = self._last_send + FLUSH_INTERVAL_S - time.monotonic()
+        if self._replay_progress:
+            timeout = 0.0
+        elif until_flush > 0:
+            timeout = until_flush
+        elif self._has_work() or self._has_readers():
+            timeout = FLUSH_INTERVAL_S if self._has_readers() else 0.0
+        else:
+            self._asleep = True
+            # Looked at again: events may have come before they could see the flag.
+            timeout = 0.0 if self._has_work() else self._idle_time()
+        poller = zmq.Poller()
+        poller.register(self._wake_read, zmq.POLLIN)
+        if self._replay_socket is not None:
+            poller.register(self._replay_socket, zmq.POLLIN)
+        poller.poll(math.ceil(timeout * 1000))
+        self._asleep = False
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
+    def _has_work(self) -> bool:
+        return self._publisher is not None and bool(
+            self._first or self._queue or self._unannounced()
+        )
+
+    def _has_readers(self) -> bool:
+        return self._replay is not None and self._replay.has_readers
+
+    def _unannounced(self) -> int:
+        lost = self._num_overflowed + self._num_encode_errors
+        return lost - self._num_announced
+
+    def _idle_time(self) -> float:
+        now = time.monotonic()
+        due = self._last_send + self._settings.heartbeat_s
+        if self._errors:
+            due = min(due, self._next_bind)
+        return max(0.0, due - now)
+
+    def _serve_replays(self) -> bool:
+        if self._replay is None:
+            return False
+        self._replay.receive()
+        return self._replay.send(REPLAY_BATCHES_PER_ROUND)
+
+    def _send_batch(self) -> bool:
+        """Send one batch of what is queued; False when nothing was."""
+        if not self._has_work():
+            return False
+        events = self._take()
+        news = self._announcement()
+        try:
+            payload = self._encode([*news, *events])
+        except Exception:
+            events = [event for event in events if self._is_encodable(event)]
+            if not events:
+                return True
+            payload = self._encode([*news, *events])
+        for announced in news:
+            self._num_announced += announced.count
+            self._num_errors_announced += announced.num_encode_errors
+        # Remembered first: what fails to leave now can still be asked for.
+        seq = self._history.append(payload)
+        self._num_sent += len(events)
+        self._send(seq, payload)
+        return True
+
+    def _take(self) -> list[Event]:
+        """The next events; the first call of all gets those of the first publish."""
+        if self._first is not None:
+            events, self._first = self._first, None
+            return events
+        events = []
+        while len(events) < MAX_EVENTS_PER_BATCH:
+            try:
+                events.append(self._queue.popleft())
+            except IndexError:  # empty, or emptied by an overflow just now
+                break
+        return events
+
+    def _announcement(self) -> list[EventsDropped]:
+        """What was lost since the last announcement, if anything. Not in batch 0."""
+        num_errors = self._num_encode_errors
+        count = self._num_overflowed + num_errors - self._num_announced
+        if not count or not self._history.next_seq:
+            return []
+        return [
+            EventsDropped(
+                time_unix_ns=time.time_ns(),
+                monotonic_ns=time.monotonic_ns(),
+                count=count,
+                num_encode_errors=num_errors - self._num_errors_announced,
+            )
+        ]
+
+    def _is_encodable(self, event: Event) -> bool:
+        try:
+            self._encoder.encode(event)
+        except Exception as error:
+            if not self._num_encode_errors:
+                logger.warning(
+                    "A %s did not encode and was left out of the checkpoint stream "
+                    "(further ones are only counted): %s",
+                    type(event).__name__,
+                    error,
+                )
+            self._num_encode_errors += 1
+            return False
+        return True
+
+    def _encode(self, events: Sequence[Event], *, heartbeat: bool = False) -> bytes:
+        return self._encoder.encode(
+            EventBatch(
+                ts=time.time(),
+                events=list(events),
+                data_parallel_rank=self._rank,
+                engine_id=self._engine_id,
+                label=self._settings.label,
+                model_name=self._model_name,
+                heartbeat=heartbeat,
+            )
+        )
+
+    def _send_heartbeat(self) -> None:
+        """Repeat the last sequence number, so that its loss can be seen."""
+        self._last_send = time.monotonic()
+        last_seq = self._history.next_seq - 1
+        if self._publisher is not None and last_seq >= 0:
+            self._send(last_seq, self._encode((), heartbeat=True))
+
+    def _send(self, seq: int, payload: bytes) -> None:
+        assert self._publisher is not None
+        self._last_send = time.monotonic()
+        # A PUB socket never blocks: a subscriber that is too slow misses the batch.
+        self._publisher.send_multipart((self._topic, seq_to_bytes(seq), payload))
+
+    # -- sockets -------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Bind what is not bound yet."""
+        self._next_bind = time.monotonic() + BIND_RETRY_S
+        before, self._errors = self._errors, {}
+        if self._publisher is None:
+            self._publisher, self.endpoint = self._bind(
+                zmq.PUB, self._settings.endpoint, self._settings.send_hwm
+            )
+        if self._replay is None and self._settings.replay_endpoint is not None:
+            self._replay_socket, self.replay_endpoint = self._bind(
+                zmq.ROUTER, self._settings.replay_endpoint, REPLAY_SEND_HWM
+            )
+            if self._replay_socket is not None:
+                self._replay = ReplayServer(
+                    self._replay_socket,
+                    self._history,
+                    topic=self._topic,
+                    engine_id=self._engine_id,
+                )
+        for endpoint, error in self._errors.items():
+            if endpoint not in before:
+                logger.warning("The checkpoint stream waits for an endpoint: %s", error)
+        if before and not self._errors:
+            logger.info("The checkpoint stream has its endpoints now.")
+
+    def _bind(
+        self, kind: int, endpoint: str, hwm: int
+    ) -> tuple[zmq.Socket | None, str | None]:
+        endpoint = endpoint_of_rank(endpoint, self._rank)
+        socket = self._context.socket(kind)
+        try:
+            socket.sndhwm = hwm
+            socket.linger = 0
+            # A peer that vanished without a word must not stay a reader for ever.
+            socket.heartbeat_ivl = 10_000
+            socket.heartbeat_timeout = 30_000
+            self._secure(socket)
+            return socket, endpoints.bind(socket, endpoint)
+        except Exception as error:
+            socket.close()
+            self._errors[endpoint] = str(error)
+            return None, None
+
+    def _secure(self, socket: zmq.Socket) -> None:
+        """Encrypt, and admit the clients whose keys are known, if asked for."""
+        key_file = self._settings.curve_secret_key_file
+        if key_file is None:
+            return
+        public, secret = load_curve_keys(key_file)
+        if self._authenticator is None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve(
+                domain="*",
+                location=self._settings.curve_client_keys_dir
+                or zmq.auth.CURVE_ALLOW_ANY,
+            )
+        socket.curve_server = True
+        socket.curve_publickey = public
+        socket.curve_secretkey = secret
+
+    def _drain(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            sent = self._send_batch()
+            if not self._serve_replays() and not sent:
+                return
+
+    def _close(self, deadline: float) -> None:
+        self._num_unsent_at_close = len(self._queue) + len(self._first or ())
+        self._queue.clear()
+        self._first = None
+        if self._num_unsent_at_close:
+            logger.warning(
+                "The checkpoint stream closed with %d events unsent.",
+                self._num_unsent_at_close,
+            )
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        # Slow readers get the rest of the time to take what is in their sockets.
+        linger_s = max(0.0, deadline - time.monotonic())
+        self._context.destroy(linger=int(linger_s * 1000))
