@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -32,33 +32,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_fork.tiny_model import tiny_config
+
 MAX_MODEL_LEN = 32768
-
-
-def _model_description() -> dict[str, Any]:
-    """The ``config.json`` of a hybrid model as small as vLLM accepts."""
-    return {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_value_head_dim": 128,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "mlp_only_layers": [0, 1, 2],
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "vocab_size": 512,
-    }
 
 
 @cache
@@ -66,7 +42,9 @@ def _model_config() -> ModelConfig:
     """Costs seconds (vLLM inspects the architecture), so once a process."""
     with tempfile.TemporaryDirectory(prefix="model-free-") as directory:
         path = Path(directory, "config.json")
-        path.write_text(json.dumps(_model_description()))
+        path.write_text(
+            json.dumps({**tiny_config(), "max_position_embeddings": MAX_MODEL_LEN})
+        )
         return ModelConfig(
             model=directory,
             dtype="bfloat16",
@@ -87,7 +65,7 @@ def make_scheduler(
     num_speculative_tokens: int = 0,
     retention_interval: int | None = 0,
     enable_prefix_caching: bool = True,
-    mamba_cache_mode: str = "align",
+    mamba_cache_mode: Literal["align", "none"] = "align",
     num_prefill_checkpoint_blocks: int = 0,
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 8192,

@@ -131,15 +131,13 @@ class SimulatedWorker:
         self._accept = accept
         self._rows: dict[str, _Row] = {}
         self._num_garbage = 0
-        coordinator = scheduler.kv_cache_manager.coordinator
-        self._exports = bool(self.mamba_groups) and all(
-            groups[i].kv_cache_spec.num_prefill_checkpoint_blocks > 0
-            for i in self.mamba_groups
-        )
-        if self._exports:
-            manager = coordinator.single_type_managers[self.mamba_groups[0]]
-            self._export_alignment = manager.kv_cache_spec.prefill_checkpoint_alignment
-            self._hit_alignment = manager.cache_hit_alignment_tokens
+        self._exports = False
+        for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+            spec = manager.kv_cache_spec
+            if isinstance(spec, MambaSpec) and spec.num_prefill_checkpoint_blocks:
+                self._exports = True
+                self._export_alignment = spec.prefill_checkpoint_alignment
+                self._hit_alignment = manager.cache_hit_alignment_tokens
 
     def expect(
         self, request: Request, completion: Sequence[int], seed: Hashable = None
