@@ -1,4 +1,4 @@
-"""Every OpenTelemetry name that this project writes: spans, attributes, events, metrics.
+"""Every OpenTelemetry name that this project writes.
 
 ``gen_ai.*`` follows the GenAI semantic conventions, which are all in development
 and live in a repository of their own (open-telemetry/semantic-conventions-genai);
