@@ -9,7 +9,7 @@ becomes unknown again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -177,6 +177,23 @@ class GapRecord(msgspec.Struct, kw_only=True, gc=False):
     status: str
     detected_ns: int
     closed_ns: int | None = None
+
+
+class Snapshot(NamedTuple):
+    """What a consumer needs in order to go on where the store stands.
+
+    ``requests`` are those not yet closed; ``checkpoints`` those that live, those
+    of ``requests`` and those that they resumed from; ``conversations`` names the
+    conversation of each request that left a live checkpoint, by
+    ``(engine_id, request_id)``.
+    """
+
+    streams: list[StreamRecord]
+    gaps: list[GapRecord]
+    engines: list[EngineRecord]
+    requests: list[RequestRecord]
+    checkpoints: list[CheckpointRecord]
+    conversations: dict[tuple[str, str], str]
 
 
 class RequestSink(Protocol):

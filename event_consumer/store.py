@@ -36,14 +36,18 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 
 from event_consumer import tables
 from event_consumer.records import (
+    ENGINE_LOST,
     GAP_OPEN,
+    GONE,
     LIVE_STAGES,
     OPEN,
     RUNNING,
+    STOPPED,
     CheckpointRecord,
     EngineRecord,
     GapRecord,
     RequestRecord,
+    Snapshot,
     StreamRecord,
 )
 
@@ -91,22 +95,6 @@ class ChangeSet(NamedTuple):
     @property
     def num_rows(self) -> int:
         return sum(map(len, self))
-
-
-class Snapshot(NamedTuple):
-    """What a consumer needs in order to go on where the store stands.
-
-    ``requests`` are those not yet closed, ``checkpoints`` those that live and
-    those of ``requests``; ``conversations`` names the conversation of each
-    request that left a live checkpoint, by ``(engine_id, request_id)``.
-    """
-
-    streams: list[StreamRecord]
-    gaps: list[GapRecord]
-    engines: list[EngineRecord]
-    requests: list[RequestRecord]
-    checkpoints: list[CheckpointRecord]
-    conversations: dict[tuple[str, str], str]
 
 
 _RECORDS: Final[dict[Table, type]] = {
@@ -312,23 +300,33 @@ class Store:
             streams = records(tables.streams, tables.streams.c.endpoint.in_(endpoints))
             current = [stream.engine_id for stream in streams if stream.engine_id]
             of_ours = select(engines.c.engine_id).where(
+                engines.c.status != STOPPED,
                 or_(
                     engines.c.engine_id.in_(current),
                     and_(
                         engines.c.status == RUNNING, engines.c.endpoint.in_(endpoints)
                     ),
-                )
+                ),
             )
+            # An engine that was lost may speak again: what it had is taken back.
             open_here = and_(
-                requests.c.engine_id.in_(of_ours), requests.c.status == OPEN
+                requests.c.engine_id.in_(of_ours),
+                requests.c.status.in_((OPEN, ENGINE_LOST)),
             )
-            open_keys = select(requests.c.engine_id, requests.c.request_id).where(
-                open_here
-            )
-            key = tuple_(checkpoints.c.engine_id, checkpoints.c.request_id)
+
+            def of_open(column: Any) -> Any:
+                return select(requests.c.engine_id, column).where(open_here)
+
             live = and_(
                 checkpoints.c.engine_id.in_(of_ours),
-                checkpoints.c.stage.in_(LIVE_STAGES),
+                checkpoints.c.stage.in_((*LIVE_STAGES, GONE)),
+            )
+            by_request = tuple_(checkpoints.c.engine_id, checkpoints.c.request_id)
+            by_id = tuple_(checkpoints.c.engine_id, checkpoints.c.checkpoint_id)
+            needed = or_(
+                live,
+                by_request.in_(of_open(requests.c.request_id)),
+                by_id.in_(of_open(requests.c.source_checkpoint_id)),
             )
             conversations = connection.execute(
                 select(
@@ -357,7 +355,7 @@ class Store:
                 ),
                 engines=records(engines, engines.c.engine_id.in_(of_ours)),
                 requests=records(requests, open_here),
-                checkpoints=records(checkpoints, or_(live, key.in_(open_keys))),
+                checkpoints=records(checkpoints, needed),
                 conversations={
                     (engine_id, request_id): conversation_id
                     for engine_id, request_id, conversation_id in conversations
