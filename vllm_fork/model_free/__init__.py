@@ -9,7 +9,11 @@ exactly its own prefix is reported as a :class:`StateError`.
 Importing this package imports vLLM and torch. No network, no weights, no GPU.
 """
 
-from vllm_fork.model_free.cache_audit import audit_prefix_cache
+from vllm_fork.model_free.block_references import (
+    blocks_only_pins_hold,
+    references_beyond_requests,
+)
+from vllm_fork.model_free.cache_audit import PrefixCacheAudit
 from vllm_fork.model_free.engine import FinishedRequest, ModelFreeEngine, make_engine
 from vllm_fork.model_free.requests import STOP_TOKEN, make_request
 from vllm_fork.model_free.scheduler_factory import make_scheduler
@@ -19,10 +23,12 @@ __all__ = [
     "STOP_TOKEN",
     "FinishedRequest",
     "ModelFreeEngine",
+    "PrefixCacheAudit",
     "SimulatedWorker",
     "StateError",
-    "audit_prefix_cache",
+    "blocks_only_pins_hold",
     "make_engine",
     "make_request",
     "make_scheduler",
+    "references_beyond_requests",
 ]

@@ -1,47 +1,98 @@
 """Checks the prefix cache against what the blocks really hold."""
 
+from collections.abc import Iterator
+
 import numpy as np
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+)
 
 from vllm_fork.model_free.engine import ModelFreeEngine
+from vllm_fork.model_free.worker import TokenSequence
 
 
-def audit_prefix_cache(engine: ModelFreeEngine) -> list[str]:
-    """Every entry of the prefix cache whose block does not hold what it promises.
+class PrefixCacheAudit:
+    """Finds entries of the prefix cache whose block does not hold what they promise,
+    before any request reads them."""
 
-    Valid between two calls of :meth:`ModelFreeEngine.step`. An entry counts as
-    wrong before anybody reads it. Returns one sentence an entry.
-    """
-    worker, problems = engine.worker, []
-    promised = {}
-    for request_id, request in engine.requests.items():
-        sequence = worker.sequences[request_id]
-        for i, block_hash in enumerate(request.block_hashes):
-            promised[block_hash] = (sequence, (i + 1) * worker.hash_unit)
-    memory, size = worker.memory, worker.block_size
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    for key, value in pool.cached_block_hash_to_block._cache.items():
+    def __init__(self, engine: ModelFreeEngine) -> None:
+        self._engine = engine
+        self._promises: dict[bytes, tuple[TokenSequence, int]] = {}
+        self._num_known: dict[str, int] = {}
+
+    def problems(self) -> list[str]:
+        """One sentence a wrong entry.
+
+        Valid between two calls of :meth:`ModelFreeEngine.step`.
+        """
+        self._learn_hashes()
+        pool = self._engine.scheduler.kv_cache_manager.block_pool
+        return [
+            problem
+            for key, blocks in pool.cached_block_hash_to_block._cache.items()
+            for problem in self._check(key, blocks)
+        ]
+
+    def _learn_hashes(self) -> None:
+        worker = self._engine.worker
+        for request_id, request in self._engine.requests.items():
+            known = self._num_known.get(request_id, 0)
+            hashes = request.block_hashes
+            sequence = worker.sequences[request_id]
+            for i in range(known, len(hashes)):
+                self._promises[hashes[i]] = (sequence, (i + 1) * worker.hash_unit)
+            self._num_known[request_id] = len(hashes)
+
+    def _check(
+        self,
+        key: BlockHashWithGroupId,
+        blocks: KVCacheBlock | dict[int, KVCacheBlock],
+    ) -> Iterator[str]:
         block_hash, group_id = get_block_hash(key), get_group_id(key)
-        blocks = value.values() if isinstance(value, dict) else [value]
-        if block_hash not in promised:
-            problems.append(f"group {group_id}: unknown hash {block_hash.hex()}")
-            continue
-        sequence, num_tokens = promised[block_hash]
-        for block in blocks:
+        if block_hash not in self._promises:
+            yield f"group {group_id}: no request has the hash {block_hash.hex()}"
+            return
+        sequence, num_tokens = self._promises[block_hash]
+        for block in blocks.values() if isinstance(blocks, dict) else [blocks]:
             where = f"group {group_id} block {block.block_id} for {num_tokens} tokens"
-            if group_id in worker.mamba_groups:
-                want = sequence.state(num_tokens)
-                if not memory.holds_state(block.block_id, group_id, want):
-                    problems.append(
-                        f"{where}: holds {memory.temporal[block.block_id]}, "
-                        f"window {memory.convolution[block.block_id][:1]}"
-                    )
-                continue
-            first = (num_tokens - 1) // size * size
-            got = memory.slots[block.block_id, : num_tokens - first]
-            wanted = sequence.prefixes[first + 1 : num_tokens + 1]
-            if memory.owner[block.block_id] != group_id or not np.array_equal(
-                got, wanted
-            ):
-                problems.append(f"{where}: the page is not that prefix")
-    return problems
+            if group_id in self._engine.worker.mamba_groups:
+                problem = self._check_state(block, group_id, sequence, num_tokens)
+            else:
+                problem = self._check_page(block, group_id, sequence, num_tokens)
+            if problem:
+                yield f"{where}: {problem}"
+
+    def _check_state(
+        self,
+        block: KVCacheBlock,
+        group_id: int,
+        sequence: TokenSequence,
+        num_tokens: int,
+    ) -> str | None:
+        memory = self._engine.worker.memory
+        if memory.holds_state(block.block_id, group_id, sequence.state(num_tokens)):
+            return None
+        return (
+            f"holds {memory.temporal[block.block_id]} with window "
+            f"{memory.convolution[block.block_id][:1]}"
+        )
+
+    def _check_page(
+        self,
+        block: KVCacheBlock,
+        group_id: int,
+        sequence: TokenSequence,
+        num_tokens: int,
+    ) -> str | None:
+        worker = self._engine.worker
+        first = (num_tokens - 1) // worker.block_size * worker.block_size
+        got = worker.memory.slots[block.block_id, : num_tokens - first]
+        want = sequence.prefixes[first + 1 : num_tokens + 1]
+        if worker.memory.owner[block.block_id] == group_id and np.array_equal(
+            got, want
+        ):
+            return None
+        return "the page is not that prefix"

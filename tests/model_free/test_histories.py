@@ -1,0 +1,261 @@
+"""Random histories of requests, checked after each step against a model of memory.
+
+Every step: no request starts from a state or page that is not its own prefix, every
+entry of the prefix cache is what it promises, every block reference has an owner.
+At each preemption: no block is held by pins alone, so stock vLLM would have had to
+preempt in the same situation. At the end: no leak, and the cache resets.
+"""
+
+import os
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from vllm_fork.model_free import (
+    STOP_TOKEN,
+    ModelFreeEngine,
+    PrefixCacheAudit,
+    blocks_only_pins_hold,
+    make_engine,
+    make_request,
+    references_beyond_requests,
+)
+
+MAX_REQUEST_BLOCKS = 5
+NUM_CONVERSATIONS = 3
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How steps overlap and speculate."""
+
+    name: str
+    batch_queue_size: int
+    num_speculative_tokens: int = 0
+
+    @property
+    def is_async(self) -> bool:
+        return self.batch_queue_size > 1
+
+    @property
+    def scheduler(self) -> type[Scheduler]:
+        return AsyncScheduler if self.is_async else Scheduler
+
+
+MODES = [
+    Mode("sync", 1),
+    Mode("async", 2),
+    Mode("async, three steps in flight", 3),
+    Mode("sync, 2 drafts", 1, 2),
+    Mode("sync, 4 drafts", 1, 4),
+    Mode("async, 2 drafts", 2, 2),
+    Mode("async, 4 drafts", 2, 4),
+]
+
+
+def minimum_blocks(
+    num_tokens: int, block_size: int, mode: Mode, num_mamba_groups: int, exports: bool
+) -> int:
+    """Blocks with which stock vLLM finishes a lone request of ``num_tokens``."""
+    drafts = mode.num_speculative_tokens
+    attention = cdiv(num_tokens + drafts, block_size) + 1
+    recurrent = 3 + drafts + exports
+    return 1 + attention + num_mamba_groups * recurrent
+
+
+class Histories(RuleBasedStateMachine):
+    """Conversations that take turns, end in every way, and share prefixes."""
+
+    def scheduler_class(self, cls: type[Scheduler]) -> type[Scheduler]:
+        return cls
+
+    def check_step(self) -> None:
+        assert references_beyond_requests(self.engine.scheduler) == {}
+
+    @initialize(
+        mode=st.sampled_from(MODES),
+        num_mamba_groups=st.integers(1, 3),
+        exports=st.booleans(),
+        slack=st.sampled_from([0, 1, 3, 10, 200]),
+        token_budget=st.sampled_from([24, 96, 4096]),
+        retention_interval=st.sampled_from([0, 0, 2]),
+        v2_model_runner=st.booleans(),
+        seed=st.integers(0, 1 << 16),
+    )
+    def start(
+        self,
+        mode,
+        num_mamba_groups,
+        exports,
+        slack,
+        token_budget,
+        retention_interval,
+        v2_model_runner,
+        seed,
+    ):
+        self.block_size, self.hash_unit = (64, 16) if exports else (32, 4)
+        self.max_tokens = MAX_REQUEST_BLOCKS * self.block_size
+        self.random = random.Random(seed)
+        acceptance = random.Random(seed + 1)
+        self.engine: ModelFreeEngine = make_engine(
+            self.scheduler_class(mode.scheduler),
+            batch_queue_size=mode.batch_queue_size,
+            accept=lambda request_id, position, drafts: acceptance.randint(0, drafts),
+            block_size=self.block_size,
+            hash_unit=self.hash_unit,
+            num_mamba_groups=num_mamba_groups,
+            num_blocks=slack
+            + minimum_blocks(
+                self.max_tokens, self.block_size, mode, num_mamba_groups, exports
+            ),
+            async_scheduling=mode.is_async,
+            num_speculative_tokens=mode.num_speculative_tokens,
+            num_prefill_checkpoint_blocks=int(exports),
+            retention_interval=retention_interval * self.block_size,
+            max_num_batched_tokens=token_budget,
+            max_num_seqs=NUM_CONVERSATIONS,
+            v2_model_runner=v2_model_runner,
+        )
+        self.audit = PrefixCacheAudit(self.engine)
+        self.shared = self.tokens(3 * self.block_size)
+        self.history: list[list[int]] = [[] for _ in range(NUM_CONVERSATIONS)]
+        self.running: dict[int, str] = {}
+        self.num_turns = 0
+        self.resetting = False
+        preempt = self.engine.scheduler._preempt_request
+
+        def preempt_request(request, *args, **kwargs):
+            if not self.resetting:
+                assert blocks_only_pins_hold(self.engine.scheduler) == []
+            return preempt(request, *args, **kwargs)
+
+        self.engine.scheduler._preempt_request = preempt_request
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(20, 500) for _ in range(count)]
+
+    def idle(self) -> list[int]:
+        return [i for i in range(NUM_CONVERSATIONS) if i not in self.running]
+
+    def step(self) -> None:
+        self.engine.step()
+        assert self.engine.worker.errors == []
+        assert self.audit.problems() == []
+        self.check_step()
+        for conversation, request_id in list(self.running.items()):
+            if self.engine.requests[request_id].is_finished():
+                del self.running[conversation]
+
+    @precondition(lambda self: self.idle())
+    @rule(
+        pick=st.integers(0, NUM_CONVERSATIONS - 1),
+        kept=st.sampled_from([1.0, 1.0, 1.0, 0.7]),
+        num_new=st.integers(1, 40),
+        num_answer=st.integers(1, 130),
+        to_boundary=st.sampled_from([None, None, -1, 0, 1]),
+        ending=st.sampled_from(["stop", "stop", "stop", "length"]),
+        salt=st.sampled_from([None, None, None, "salt"]),
+    )
+    def turn(self, pick, kept, num_new, num_answer, to_boundary, ending, salt):
+        """A client asks on; with ``kept`` below 1 it rewrites the end of the past."""
+        conversation = self.idle()[pick % len(self.idle())]
+        past = self.history[conversation]
+        past = past[: int(len(past) * kept)]
+        if len(past) + num_new + 1 >= self.max_tokens - self.block_size:
+            past = self.shared[: self.random.randrange(len(self.shared))]
+        prompt = past + self.tokens(num_new)
+        if to_boundary is not None:
+            blocks = cdiv(len(prompt) + num_answer, self.block_size)
+            num_answer = max(1, blocks * self.block_size + to_boundary - len(prompt))
+        num_answer = min(num_answer, self.max_tokens - len(prompt))
+        last = self.tokens(1) if ending == "length" else [STOP_TOKEN]
+        answer = [*self.tokens(num_answer - 1), *last]
+        request_id = f"request-{self.num_turns}"
+        self.num_turns += 1
+        self.engine.add(
+            make_request(
+                request_id,
+                prompt,
+                max_tokens=num_answer if ending == "length" else self.max_tokens,
+                hash_unit=self.hash_unit,
+                cache_salt=salt,
+            ),
+            answer,
+        )
+        self.running[conversation] = request_id
+        self.history[conversation] = prompt + answer
+
+    @rule(count=st.integers(1, 60))
+    def steps(self, count):
+        for _ in range(count):
+            if not self.engine.has_work:
+                return
+            self.step()
+
+    @precondition(lambda self: self.running)
+    @rule(
+        pick=st.integers(0, NUM_CONVERSATIONS - 1),
+        how=st.sampled_from(["abort", "abort in flight", "error"]),
+    )
+    def end(self, pick, how):
+        conversation = sorted(self.running)[pick % len(self.running)]
+        request_id = self.running.pop(conversation)
+        request = self.engine.requests[request_id]
+        self.history[conversation] = list(request.all_token_ids)
+        if how == "abort in flight":
+            self.engine.abort(request_id)
+        elif how == "abort":
+            self.engine.finish(request_id, RequestStatus.FINISHED_ABORTED)
+        else:
+            self.engine.finish(request_id, RequestStatus.FINISHED_ERROR)
+
+    @rule(running=st.booleans())
+    def reset(self, running):
+        self.resetting = True
+        self.engine.scheduler.reset_prefix_cache(reset_running_requests=running)
+        self.resetting = False
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(20_000):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "no end"
+        assert references_beyond_requests(self.engine.scheduler) == {}
+        assert self.engine.num_leaked_blocks == 0
+        assert self.engine.scheduler.reset_prefix_cache()
+
+
+def play(machine: type[Histories], num_histories: int) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=num_histories,
+            stateful_step_count=25,
+            deadline=None,
+            derandomize="HYPOTHESIS_SEED" not in os.environ,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        ),
+    )
+
+
+def test_stock_has_no_wrong_state():
+    """The model of memory agrees with vLLM itself: what it reports is ours."""
+    play(Histories, 40)
