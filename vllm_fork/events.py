@@ -53,6 +53,7 @@ SOURCE_KINDS: Final = (PROMPT_REPLAY, SHARED_PREFIX, *CHECKPOINT_KINDS, NONE)
 
 DISCARD_REASONS: Final = (
     "superseded",  # a deeper checkpoint of the same request was promoted
+    "stopped",  # the request stopped, and publish_on does not name that
     "length",  # the request ended by length, and publish_on does not name it
     "aborted",  # the client went away, or a stop *string* ended it
     "error",

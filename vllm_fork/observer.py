@@ -1,0 +1,243 @@
+"""Turns what the scheduler and the controller do into lifecycle events.
+
+Events of one scheduler step are collected and handed to the publisher once, at the
+end of the step: :meth:`Observer.flush` costs one attribute test when there are
+none. Nothing here touches a block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_fork import events
+from vllm_fork.cache_index import CachedState
+from vllm_fork.checkpoint import Checkpoint, RequestIdentity
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+NANOSECONDS = 1_000_000_000
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the observer remembers of one unfinished request."""
+
+    identity: RequestIdentity
+    num_cached_tokens: int | None = None
+    retained_boundary: int | None = None
+    retained_kind: str | None = None
+    last_discard: str | None = None
+    num_superseded: int = 0
+
+    @property
+    def admitted(self) -> bool:
+        return self.num_cached_tokens is not None
+
+
+class Observer:
+    """Collects events and flushes them to ``publish``.
+
+    Args:
+        publish: takes a list of events; must neither block nor raise
+            (``CheckpointPublisher.publish``). None: events are off, and only what
+            the controller asks for is kept.
+        retention_off_reason: why no checkpoint is ever made here (``disabled`` or
+            ``unsupported:<what>``); None when retention is on.
+        hash_session_ids: replace session ids by their hash.
+    """
+
+    def __init__(
+        self,
+        publish: Callable[[Sequence[events.Event]], None] | None,
+        retention_off_reason: str | None,
+        hash_session_ids: bool = False,
+    ) -> None:
+        self.enabled = publish is not None
+        self.retention_off_reason = retention_off_reason
+        self._publish = publish
+        self._hash_session_ids = hash_session_ids
+        self._events: list[events.Event] = []
+        self._seen: dict[str, _Seen] = {}
+
+    def flush(self) -> None:
+        """Hand the collected events over."""
+        if self._events:
+            collected, self._events = self._events, []
+            assert self._publish is not None
+            self._publish(collected)
+
+    def identity(self, request: Request) -> RequestIdentity:
+        """The request's names, read once."""
+        return self._see(request).identity
+
+    def emit(self, kind: type[events.Event], **fields: object) -> None:
+        """Collect one event that belongs to no request."""
+        if self.enabled:
+            self._events.append(
+                kind(
+                    time_unix_ns=time.time_ns(),
+                    monotonic_ns=time.monotonic_ns(),
+                    **fields,
+                )
+            )
+
+    # -- stages of a checkpoint ------------------------------------------------
+
+    def pinned(self, checkpoint: Checkpoint) -> None:
+        """Its blocks are reserved."""
+        if self.enabled:
+            self._stage(
+                events.CheckpointPinned,
+                checkpoint,
+                num_blocks=len(checkpoint.blocks),
+                block_ids=[block.block_id for block in checkpoint.blocks],
+            )
+
+    def promoted(self, checkpoint: Checkpoint, former: Checkpoint | None) -> None:
+        """Its state is materialized; ``former`` is the one it replaces."""
+        if self.enabled:
+            self._stage(
+                events.CheckpointPromoted,
+                checkpoint,
+                supersedes_boundary=former and former.boundary,
+                supersedes_checkpoint_id=former and former.checkpoint_id,
+            )
+
+    def published(
+        self,
+        checkpoint: Checkpoint,
+        finish_reason: str | None,
+        block_hash: bytes | int | None,
+    ) -> None:
+        """The prefix cache serves it."""
+        checkpoint.published_monotonic_ns = time.monotonic_ns()
+        if not self.enabled:
+            return
+        seen = self._seen.get(checkpoint.owner.request_id)
+        if seen and checkpoint.boundary >= (seen.retained_boundary or 0):
+            seen.retained_boundary = checkpoint.boundary
+            seen.retained_kind = checkpoint.boundary_kind
+        self._stage(
+            events.CheckpointPublished,
+            checkpoint,
+            finish_reason=finish_reason,
+            block_hash=block_hash,
+        )
+
+    def discarded(self, checkpoint: Checkpoint, reason: str) -> None:
+        """Its pin was released without publication."""
+        if not self.enabled:
+            return
+        seen = self._seen.get(checkpoint.owner.request_id)
+        if seen:
+            if reason == "superseded":
+                seen.num_superseded += 1
+            else:
+                seen.last_discard = reason
+        self._stage(events.CheckpointDiscarded, checkpoint, reason=reason)
+
+    def evicted(self, checkpoint: Checkpoint, reason: str) -> None:
+        """A published checkpoint left the prefix cache."""
+        if self.enabled:
+            age_ns = time.monotonic_ns() - checkpoint.published_monotonic_ns
+            self._stage(
+                events.CheckpointEvicted,
+                checkpoint,
+                reason=reason,
+                age_s=age_ns / NANOSECONDS,
+                num_hits=checkpoint.num_hits,
+            )
+
+    # -- requests --------------------------------------------------------------
+
+    def admitted(
+        self,
+        request: Request,
+        num_cached_tokens: int,
+        num_external_tokens: int,
+        hit_limited_by: str,
+        source: CachedState | None,
+    ) -> None:
+        """A request was admitted with ``num_cached_tokens`` of reuse depth."""
+        if not self.enabled:
+            return
+        seen = self._see(request)
+        resumed = seen.admitted or request.num_preemptions > 0
+        if not resumed:
+            seen.num_cached_tokens = num_cached_tokens
+        owner = source.owner if source else None
+        checkpoint = source.checkpoint if source else None
+        self.emit(
+            events.PrefixReused,
+            **seen.identity._asdict(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=num_cached_tokens,
+            num_external_tokens=num_external_tokens,
+            resumed=resumed,
+            hit_limited_by=hit_limited_by,
+            shared_prefix_boundary=request.shared_prefix_boundary or None,
+            source_kind=source.kind if source else events.NONE,
+            source_request_id=owner and owner.request_id,
+            source_external_request_id=owner and owner.external_request_id,
+            source_checkpoint_id=checkpoint and checkpoint.checkpoint_id,
+            source_boundary=source.boundary if source else None,
+            arrival_unix_ns=int(request.arrival_time * NANOSECONDS),
+        )
+
+    def finished(self, request: Request) -> None:
+        """A request ended; its checkpoints have reached their last stage."""
+        if not self.enabled:
+            return
+        seen = self._see(request)
+        del self._seen[request.request_id]
+        reason = request.get_finished_reason()
+        self.emit(
+            events.RequestFinished,
+            **seen.identity._asdict(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
+            num_cached_tokens=seen.num_cached_tokens or 0,
+            finish_reason=str(reason) if reason is not None else "unknown",
+            num_preemptions=request.num_preemptions,
+            num_superseded=seen.num_superseded,
+            retained_boundary=seen.retained_boundary,
+            retained_kind=seen.retained_kind,
+            no_checkpoint_reason=self._no_checkpoint_reason(request, seen),
+            stop_reason=request.stop_reason,
+            arrival_unix_ns=int(request.arrival_time * NANOSECONDS),
+        )
+
+    def _no_checkpoint_reason(self, request: Request, seen: _Seen) -> str | None:
+        if seen.retained_boundary is not None:
+            return None
+        if self.retention_off_reason is not None:
+            return self.retention_off_reason
+        if not seen.admitted:
+            return "never_admitted"
+        if request.resumable:
+            return "resumable"
+        return seen.last_discard or "below_block"
+
+    def _see(self, request: Request) -> _Seen:
+        seen = self._seen.get(request.request_id)
+        if seen is None:
+            seen = _Seen(RequestIdentity.of(request, self._hash_session_ids))
+            if self.enabled:
+                self._seen[request.request_id] = seen
+        return seen
+
+    def _stage(
+        self, kind: type[events.CheckpointEvent], checkpoint: Checkpoint, **more: object
+    ) -> None:
+        self.emit(
+            kind,
+            **checkpoint.owner._asdict(),
+            checkpoint_id=checkpoint.checkpoint_id,
+            boundary=checkpoint.boundary,
+            boundary_kind=checkpoint.boundary_kind,
+            **more,
+        )

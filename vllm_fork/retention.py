@@ -1,0 +1,534 @@
+"""Retention of decode checkpoints: which recurrent state is kept, and by whom.
+
+Under sparse retention vLLM keeps the recurrent (Mamba, gated-delta) state of the
+prompt's replay boundary alone: what decoding adds is dropped. The controller here
+keeps the newest state that decoding completed, as vLLM PR 50551 does, and publishes
+it to the prefix cache when the request ends in a way that ``publish_on`` names.
+
+Ownership of a block's reference::
+
+    pin      touch()        one reference to each block: the controller holds it
+    promote                 the same reference; the former checkpoint's is released
+    publish  cache_full_…   the hash enters the cache; the reference stays until …
+    release  free_blocks()  … the request's own table is freed: the blocks become
+                            ordinary LRU citizens (or free ones, if discarded)
+
+Every pin has exactly one release: in :meth:`RetentionController._release`, the only
+place that gives references back. :meth:`RetentionController.check_integrity` counts
+them.
+
+A request has at most one pending pin (scheduled, its output not accepted yet) beside
+one promoted checkpoint. Nothing here is thread-safe: the scheduler's thread owns it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.request import RequestStatus
+
+from vllm_fork import events
+from vllm_fork.cache_index import CacheIndex
+from vllm_fork.checkpoint import Checkpoint
+from vllm_fork.observer import Observer
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+NEVER: Final = sys.maxsize
+"""A boundary that no request reaches."""
+
+ENDING: Final = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_IGNORED: "length",
+    RequestStatus.FINISHED_REPETITION: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+"""How a request ended, in the words of ``publish_on``."""
+
+DISCARD_REASON: Final = {
+    "stop": "stopped",
+    "length": "length",
+    "abort": "aborted",
+    "error": "error",
+}
+
+
+class IntegrityReport(NamedTuple):
+    """What :meth:`RetentionController.check_integrity` counted."""
+
+    num_pinned_checkpoints: int
+    num_pinned_blocks: int
+    num_published_checkpoints: int
+    num_free_blocks: int
+    num_used_blocks: int
+
+
+class IntegrityError(AssertionError):
+    """A block's reference count is not what its holders add up to."""
+
+
+def executed_tokens(request: Request) -> int:
+    """Tokens of ``request`` that have run *and* whose output was processed.
+
+    True under synchronous, asynchronous, pipelined and speculative scheduling.
+    Capped by the tokens that the request kept: drafts accepted past a stop token
+    advance ``num_computed_tokens`` but are no part of it.
+    """
+    return min(
+        request.num_computed_tokens - request.num_in_flight_tokens,
+        request.num_tokens,
+    )
+
+
+class RetentionController:
+    """Pins, promotes, publishes and releases the checkpoints of one scheduler.
+
+    Args:
+        kv_cache_manager: the scheduler's; it must have align-mode Mamba groups
+            (see :func:`mamba_align_managers`).
+        publish_on: the endings that publish, of ``stop``, ``length``, ``abort``,
+            ``preempt``.
+        num_speculative_tokens: with drafts, whether a step crossed a boundary is
+            known from its output only.
+        observer: told of each stage.
+        index: told of each publication.
+    """
+
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        publish_on: frozenset[str],
+        num_speculative_tokens: int,
+        observer: Observer,
+        index: CacheIndex,
+    ) -> None:
+        coordinator = kv_cache_manager.coordinator
+        self.block_size: int = coordinator.scheduler_block_size
+        self._manager = kv_cache_manager
+        self._pool = kv_cache_manager.block_pool
+        self._mamba = mamba_align_managers(kv_cache_manager)
+        self._attention = [
+            manager
+            for manager in coordinator.single_type_managers
+            if manager not in self._mamba and manager.kv_cache_spec.prefix_cacheable
+        ]
+        self._publish_on = publish_on
+        self._speculative = num_speculative_tokens > 0
+        # Such a manager writes a state *inside* a block into the column left of
+        # the running one when a prefill ends (Mamba2, KDA).
+        self._exports_prefill_states = any(
+            manager.has_prefill_checkpoint_blocks for manager in self._mamba
+        )
+        self._observer = observer
+        self._index = index
+        self._ids = itertools.count()
+
+        self._next_boundary: dict[str, int] = {}
+        self._pending: dict[str, Checkpoint] = {}
+        self._promoted: dict[str, Checkpoint] = {}
+        # Speculative decoding only: the boundary a request may have crossed, to
+        # be settled when outputs arrive, and the tokens it had to run before the
+        # first output of its present stint.
+        self._crossing: dict[str, int] = {}
+        self._first_output_at: dict[str, int] = {}
+
+        # How many blocks one step may take for RUNNING requests at most: see
+        # ``may_run_short``.
+        groups = coordinator.single_type_managers
+        self._num_groups = len(groups)
+        self._blocks_per_request = 3 + num_speculative_tokens
+
+    # -- scheduling --------------------------------------------------------------
+
+    def note_scheduled(
+        self, requests: Mapping[str, Request], scheduled: Iterable[str]
+    ) -> None:
+        """Pin what the step just scheduled will complete.
+
+        Call after ``_update_after_schedule``: ``num_computed_tokens`` counts the
+        step. The common case is one comparison a request.
+        """
+        next_boundary = self._next_boundary.get
+        for request_id in scheduled:
+            request = requests[request_id]
+            if request.num_computed_tokens >= next_boundary(request_id, 0):
+                self._reach(request)
+
+    def accept_outputs(self, requests: Mapping[str, Request]) -> None:
+        """Promote the pins whose step's output was accepted.
+
+        Call after ``update_from_output``; requests that ended in it are settled
+        by :meth:`finish` already.
+        """
+        for request_id, checkpoint in list(self._pending.items()):
+            request = requests[request_id]
+            if executed_tokens(request) >= checkpoint.boundary:
+                self._promote(request_id)
+            elif request.num_computed_tokens < checkpoint.boundary:
+                self._discard_pending(request_id, "rewound")
+        for request_id in list(self._crossing):
+            self._settle_crossing(requests[request_id])
+
+    def drop_rewound(self, requests: Mapping[str, Request]) -> None:
+        """Discard what lies beyond the tokens a request still has.
+
+        Call after anything that lowers ``num_computed_tokens`` of a running
+        request (KV blocks that failed to load).
+        """
+        for held in (self._pending, self._promoted):
+            for request_id, checkpoint in list(held.items()):
+                request = requests.get(request_id)
+                if request and request.num_computed_tokens < checkpoint.boundary:
+                    del held[request_id]
+                    self._next_boundary.pop(request_id, None)
+                    self._discard(checkpoint, "rewound")
+
+    # -- memory pressure -----------------------------------------------------------
+
+    def may_run_short(self, num_running: int, max_scheduled_tokens: int) -> bool:
+        """Whether a running request's allocation can fail in the coming step.
+
+        Running requests allocate before anything is admitted; together they take
+        at most the blocks of ``max_scheduled_tokens`` and a few each for the block
+        begun, a copy-on-write and drafts.
+        """
+        if not self._promoted:
+            return False
+        need = self._num_groups * (
+            max_scheduled_tokens // self._smallest_block_size()
+            + num_running * self._blocks_per_request
+        )
+        return self._pool.get_num_free_blocks() < need
+
+    def relieve(self) -> bool:
+        """Give back the oldest pin that really holds a block; False if none does.
+
+        A block that the request's own table still references frees nothing.
+        """
+        for request_id, checkpoint in self._promoted.items():
+            if any(block.ref_cnt == 1 for block in checkpoint.blocks):
+                del self._promoted[request_id]
+                self._discard(checkpoint, "memory_pressure")
+                return True
+        return False
+
+    # -- the end of a request --------------------------------------------------------
+
+    def finish(self, request: Request) -> None:
+        """Settle and, if its ending publishes, publish; the pin stays.
+
+        Call before ``_free_request`` frees the tables; :meth:`release` after.
+        """
+        request_id = request.request_id
+        ending = ENDING[request.status]
+        if request_id in self._crossing:
+            self._settle_crossing(request)
+        pending = self._pending.get(request_id)
+        if pending and executed_tokens(request) >= pending.boundary:
+            self._promote(request_id)
+        if ending in self._publish_on and request_id in self._promoted:
+            self._publish(request, ending)
+
+    def release(self, request: Request) -> None:
+        """Give back whatever is still pinned; call after ``_free_request``.
+
+        A published state outlives its attention tail in the LRU order, since its
+        reference goes last.
+        """
+        request_id = request.request_id
+        reason = DISCARD_REASON[ENDING[request.status]]
+        self._forget(request_id)
+        if request_id in self._pending:
+            self._discard_pending(request_id, "unaccepted")
+        checkpoint = self._promoted.pop(request_id, None)
+        if checkpoint is None:
+            return
+        if checkpoint.published_monotonic_ns:
+            self._release(checkpoint)
+        else:
+            self._discard(checkpoint, reason)
+
+    def preempt(self, request: Request, reason: str) -> None:
+        """The request loses its blocks: so does its checkpoint.
+
+        Call before ``_preempt_request``. ``reason``: ``preempted`` or
+        ``cache_reset``. With ``preempt`` in ``publish_on`` a preempted request
+        publishes, and so may find its own state again when it is resumed.
+        """
+        request_id = request.request_id
+        if reason == "preempted" and "preempt" in self._publish_on:
+            pending = self._pending.get(request_id)
+            if pending and executed_tokens(request) >= pending.boundary:
+                self._promote(request_id)
+            if request_id in self._promoted:
+                self._publish(request, None)
+        self._forget(request_id)
+        if request_id in self._pending:
+            self._discard_pending(request_id, reason)
+        checkpoint = self._promoted.pop(request_id, None)
+        if checkpoint is None:
+            return
+        if checkpoint.published_monotonic_ns:
+            self._release(checkpoint)
+        else:
+            self._discard(checkpoint, reason)
+
+    def abandon(self, reason: str) -> None:
+        """Discard every pin (``shutdown``, ``error``)."""
+        for held in (self._pending, self._promoted):
+            while held:
+                _, checkpoint = held.popitem()
+                self._discard(checkpoint, reason)
+        self._next_boundary.clear()
+        self._crossing.clear()
+        self._first_output_at.clear()
+
+    # -- what it holds -----------------------------------------------------------------
+
+    def num_pinned_blocks(self) -> int:
+        """Block references that pins hold now."""
+        return sum(len(checkpoint.blocks) for checkpoint in self._pinned())
+
+    def check_integrity(self, scheduler: Scheduler) -> IntegrityReport:
+        """Add up every holder of every block and compare with its ``ref_cnt``.
+
+        Holders are the requests' tables, copies in flight, deferred frees and our
+        pins. Call between scheduler calls.
+
+        Raises:
+            IntegrityError: names each block whose count differs, or a pin of a
+                request that is gone.
+        """
+        holders: Counter[int] = Counter()
+        coordinator = self._manager.coordinator
+        for manager in coordinator.single_type_managers:
+            if manager.block_pool is not self._pool:
+                continue
+            for table in manager.req_to_blocks.values():
+                holders.update(block.block_id for block in table)
+            for source, destination in manager._pending_cow_copies:
+                holders.update((source.block_id, destination.block_id))
+        for _, blocks in scheduler.deferred_frees:
+            holders.update(block.block_id for block in blocks)
+        for checkpoint in self._pinned():
+            holders.update(block.block_id for block in checkpoint.blocks)
+        blocks = [block for block in self._pool.blocks if not block.is_null]
+        wrong = [
+            f"block {block.block_id}: ref_cnt {block.ref_cnt}, "
+            f"{holders[block.block_id]} holders"
+            for block in blocks
+            if block.ref_cnt != holders[block.block_id]
+        ]
+        held = {*self._pending, *self._promoted, *self._next_boundary, *self._crossing}
+        wrong += [f"request {i} is gone" for i in held - scheduler.requests.keys()]
+        num_free = self._pool.get_num_free_blocks()
+        num_used = sum(block.ref_cnt > 0 for block in blocks)
+        if num_free + num_used != len(blocks):
+            wrong.append(f"{num_free} free + {num_used} used of {len(blocks)} blocks")
+        if wrong:
+            raise IntegrityError("; ".join(wrong))
+        return IntegrityReport(
+            num_pinned_checkpoints=len(self._pending) + len(self._promoted),
+            num_pinned_blocks=self.num_pinned_blocks(),
+            num_published_checkpoints=self._index.num_published(),
+            num_free_blocks=num_free,
+            num_used_blocks=num_used,
+        )
+
+    # -- one step down -----------------------------------------------------------------
+
+    def _reach(self, request: Request) -> None:
+        """``request`` was scheduled past the boundary it was watched for."""
+        request_id = request.request_id
+        if request.resumable or request.pooling_params is not None:
+            # The next input of a streaming session may rewrite the last token.
+            self._next_boundary[request_id] = NEVER
+            return
+        if self._speculative:
+            due = self._next_boundary.get(request_id)
+            if due is None:
+                due = self._first_boundary(request)
+                self._first_output_at[request_id] = request.num_tokens
+            self._crossing[request_id] = due
+            self._next_boundary[request_id] = NEVER
+            return
+        computed = request.num_computed_tokens
+        boundary = computed // self.block_size * self.block_size
+        first = self._first_boundary(request)
+        self._next_boundary[request_id] = max(boundary + self.block_size, first)
+        # A step that ends elsewhere leaves no state *at* the boundary: this skips
+        # a prefill that runs over it (and what such a prefill exports beside it).
+        if boundary == computed and boundary >= first:
+            blocks = self._blocks_at(request_id, boundary)
+            if blocks is not None:
+                self._pin(request, boundary, blocks)
+
+    def _settle_crossing(self, request: Request) -> None:
+        """Speculative decoding: did the accepted tokens cross the boundary?"""
+        request_id = request.request_id
+        executed = executed_tokens(request)
+        first_output_at = self._first_output_at.get(request_id)
+        if first_output_at is not None and executed < first_output_at:
+            return
+        due = self._crossing.pop(request_id)
+        boundary = executed // self.block_size * self.block_size
+        is_first = self._first_output_at.pop(request_id, None) is not None
+        if boundary < due:
+            self._next_boundary[request_id] = due
+            return
+        self._next_boundary[request_id] = boundary + self.block_size
+        if is_first and self._exports_prefill_states and executed != boundary:
+            return
+        blocks = self._blocks_at(request_id, boundary)
+        if blocks is not None:
+            self._pin(request, boundary, blocks)
+            self._promote(request_id)
+
+    def _first_boundary(self, request: Request) -> int:
+        """The first boundary of interest: stock vLLM looks after the prompt."""
+        blocks = -(-request.num_prompt_tokens // self.block_size)
+        return max(blocks, 1) * self.block_size
+
+    def _blocks_at(
+        self, request_id: str, boundary: int
+    ) -> tuple[KVCacheBlock, ...] | None:
+        """The block of each Mamba group that holds the state at ``boundary``."""
+        blocks = []
+        for manager in self._mamba:
+            table = manager.req_to_blocks.get(request_id, ())
+            column = boundary // manager.block_size - 1
+            if column >= len(table) or table[column].is_null:
+                return None
+            blocks.append(table[column])
+        return tuple(blocks)
+
+    def _pin(
+        self, request: Request, boundary: int, blocks: tuple[KVCacheBlock, ...]
+    ) -> None:
+        if request.request_id in self._pending:
+            self._discard_pending(request.request_id, "superseded")
+        checkpoint = Checkpoint(
+            next(self._ids),
+            self._observer.identity(request),
+            boundary,
+            events.DECODE_BLOCK,
+            blocks,
+        )
+        self._pool.touch(blocks)
+        self._pending[request.request_id] = checkpoint
+        self._observer.pinned(checkpoint)
+
+    def _promote(self, request_id: str) -> None:
+        checkpoint = self._pending.pop(request_id)
+        former = self._promoted.pop(request_id, None)
+        self._promoted[request_id] = checkpoint
+        self._observer.promoted(checkpoint, former)
+        if former is not None:
+            self._discard(former, "superseded")
+
+    def _publish(self, request: Request, ending: str | None) -> None:
+        """Enter the promoted checkpoint into the prefix cache."""
+        request_id = request.request_id
+        checkpoint = self._promoted[request_id]
+        boundary = checkpoint.boundary
+        executed = executed_tokens(request)
+        if boundary > executed:
+            del self._promoted[request_id]
+            self._discard(checkpoint, "rewound")
+            return
+        fresh = [
+            (manager, block)
+            for manager, block in zip(self._mamba, checkpoint.blocks, strict=True)
+            if block.block_hash_num_tokens != boundary
+        ]
+        if not fresh:
+            del self._promoted[request_id]
+            self._discard(checkpoint, "already_cached")
+            return
+        if any(
+            manager.num_cached_block.get(request_id, 0) * manager.block_size < boundary
+            for manager in self._attention
+        ):
+            # Drafts accepted in the last step crossed the boundary after the
+            # last allocation hashed the attention blocks.
+            self._manager.cache_blocks(request, executed)
+        null = self._pool.null_block
+        for manager, block in fresh:
+            end = boundary // manager.block_size
+            self._pool.cache_full_blocks(
+                request,
+                [null] * (end - 1) + [block],
+                end - 1,
+                end,
+                manager.block_size,
+                manager.kv_cache_group_id,
+            )
+        self._index.publish(checkpoint)
+        block_hash = request.block_hashes[boundary // self._pool.hash_block_size - 1]
+        self._observer.published(
+            checkpoint,
+            str(request.get_finished_reason()) if ending else None,
+            maybe_convert_block_hash(block_hash),
+        )
+
+    def _discard_pending(self, request_id: str, reason: str) -> None:
+        self._discard(self._pending.pop(request_id), reason)
+
+    def _discard(self, checkpoint: Checkpoint, reason: str) -> None:
+        self._observer.discarded(checkpoint, reason)
+        self._release(checkpoint)
+
+    def _release(self, checkpoint: Checkpoint) -> None:
+        self._pool.free_blocks(checkpoint.blocks)
+
+    def _forget(self, request_id: str) -> None:
+        self._next_boundary.pop(request_id, None)
+        self._crossing.pop(request_id, None)
+        self._first_output_at.pop(request_id, None)
+
+    def _pinned(self) -> Iterable[Checkpoint]:
+        return itertools.chain(self._pending.values(), self._promoted.values())
+
+    def _smallest_block_size(self) -> int:
+        return min(m.block_size for m in (*self._mamba, *self._attention))
+
+
+def mamba_align_managers(
+    kv_cache_manager: KVCacheManager,
+) -> list[MambaManager]:
+    """The Mamba groups of the pool whose states a block boundary can hold."""
+    return [
+        manager
+        for manager in kv_cache_manager.coordinator.single_type_managers
+        if isinstance(manager, MambaManager)
+        and manager.mamba_cache_mode == "align"
+        and manager.kv_cache_spec.prefix_cacheable
+        and manager.block_pool is kv_cache_manager.block_pool
+    ]
+
+
+def why_unsupported(kv_cache_manager: KVCacheManager) -> str | None:
+    """Why no checkpoint can be retained in this engine; None if one can.
+
+    The engine's own last look, after ``vllm_fork.support`` judged the
+    configuration in the front end.
+    """
+    if not kv_cache_manager.enable_caching:
+        return "unsupported:prefix_caching_off"
+    if not mamba_align_managers(kv_cache_manager):
+        return "unsupported:no_align_mamba_groups"
+    if kv_cache_manager.coordinator.retention_interval is None:
+        return "unsupported:dense_retention"
+    return None

@@ -1,0 +1,421 @@
+"""The scheduler mixin: where the overlay hooks into a vLLM scheduler.
+
+``with_checkpoints(cls)`` derives from whatever scheduler class vLLM resolved, so
+synchronous, asynchronous and custom schedulers all keep their own behaviour; each
+hook calls ``super()`` and adds a few lines around it. The hooks, in the order of a
+request's life:
+
+================================  =================================================
+``_get_local_prefix_cache_hit``   remembers which cached state an admission found
+``record_prefix_cache_stats``     the admission took place: ``PrefixReused``
+``schedule``                      arms the relief of pins if memory may run short
+``_update_after_schedule``        pins what the step will complete
+``update_from_output``            promotes what was accepted; flushes events
+``_preempt_request``              discards (or publishes) before the blocks go
+``_free_request``                 publishes before, releases after the blocks go
+``reset_prefix_cache``            tells a forced reset from a preemption
+================================  =================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+import vllm_fork
+from vllm_fork import events
+from vllm_fork.cache_index import CachedState, CacheIndex
+from vllm_fork.checkpoint import Checkpoint
+from vllm_fork.config import Settings, load_settings
+from vllm_fork.observer import Observer
+from vllm_fork.publisher import CheckpointPublisher
+from vllm_fork.retention import (
+    IntegrityReport,
+    RetentionController,
+    mamba_align_managers,
+    why_unsupported,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    _Base = Scheduler
+else:
+    _Base = object
+
+logger = init_logger(__name__)
+
+
+class CheckpointSchedulerMixin(_Base):
+    """Retention and its events on top of a vLLM scheduler.
+
+    ``retention`` is None where no checkpoint is retained; ``observer`` is always
+    there. ``strict``: let an error inside a hook escape (tests); otherwise it is
+    logged once, retention is given up, and the engine goes on as stock vLLM.
+    """
+
+    strict = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = load_settings(os.environ, self.vllm_config.additional_config)
+        self._attach(settings)
+
+    def _attach(self, settings: Settings) -> None:
+        manager = self.kv_cache_manager
+        reason = why_unsupported(manager) if settings.retain else "disabled"
+        self.engine_id = str(uuid.uuid4())
+        self.publisher = self._make_publisher(settings)
+        self.observer = Observer(
+            self.publisher.publish if self.publisher else None,
+            reason,
+            settings.events.hash_session_ids,
+        )
+        mamba = mamba_align_managers(manager)
+        self.cache_index = CacheIndex(
+            manager.block_pool,
+            [m.kv_cache_group_id for m in mamba],
+            self._note_evicted,
+        )
+        self.retention: RetentionController | None = None
+        if reason is None:
+            self.retention = RetentionController(
+                manager,
+                settings.publish_on,
+                self.num_spec_tokens,
+                self.observer,
+                self.cache_index,
+            )
+        self._found: tuple[str, CachedState | None] = ("", None)
+        self._resetting = False
+        self._in_step = False
+        self._stock_allocate_slots = manager.allocate_slots
+        self._relief_armed = False
+        if self.observer.enabled:
+            self._observe_admissions()
+        self._announce(settings, reason, len(mamba))
+
+    def _make_publisher(self, settings: Settings) -> CheckpointPublisher | None:
+        if not settings.events.enabled:
+            return None
+        config = self.vllm_config
+        return CheckpointPublisher(
+            settings.events,
+            engine_id=self.engine_id,
+            data_parallel_rank=config.parallel_config.data_parallel_index,
+            model_name=_model_name(config),
+        )
+
+    def _announce(self, settings: Settings, reason: str | None, groups: int) -> None:
+        import vllm
+
+        manager = self.kv_cache_manager
+        self.observer.emit(
+            events.EngineStarted,
+            vllm_version=vllm.__version__,
+            fork_version=vllm_fork.__version__,
+            retention="on" if reason is None else "off",
+            retention_reason=reason,
+            copy_interval=settings.copy_interval,
+            publish_on=sorted(settings.publish_on),
+            block_size=manager.coordinator.scheduler_block_size,
+            hash_unit=manager.block_pool.hash_block_size,
+            num_blocks=manager.block_pool.num_gpu_blocks,
+            num_mamba_groups=groups,
+            async_scheduling=bool(self.scheduler_config.async_scheduling),
+        )
+        self.observer.flush()
+        if settings.retain:
+            if reason is None:
+                logger.info(
+                    "Decode checkpoints are retained: %d Mamba group(s), block of %d "
+                    "tokens, published on %s.",
+                    groups,
+                    manager.coordinator.scheduler_block_size,
+                    ", ".join(sorted(settings.publish_on)) or "nothing",
+                )
+            else:
+                logger.warning("No decode checkpoint is retained here: %s.", reason)
+
+    # -- admission -----------------------------------------------------------------
+
+    def _get_local_prefix_cache_hit(
+        self, request: Request
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        hit = super()._get_local_prefix_cache_hit(request)
+        blocks, num_tokens = hit[0], hit[1]
+        state = None
+        if num_tokens:
+            for group in self.cache_index.mamba_group_ids:
+                if blocks.blocks[group]:
+                    state = self.cache_index.state_of(blocks.blocks[group][-1])
+                    break
+        self._found = (request.request_id, state)
+        return hit
+
+    def _observe_admissions(self) -> None:
+        """Follow ``record_prefix_cache_stats``: called once an admission."""
+        manager = self.kv_cache_manager
+        record = manager.record_prefix_cache_stats
+
+        def record_prefix_cache_stats(request: Request, num_hits: int) -> None:
+            record(request, num_hits)
+            try:
+                self._note_admitted(request, num_hits)
+            except Exception:
+                self._give_up("an admission")
+
+        manager.record_prefix_cache_stats = record_prefix_cache_stats  # type: ignore[method-assign]
+
+    def _note_admitted(self, request: Request, num_hits: int) -> None:
+        found_for, state = self._found
+        if found_for != request.request_id or not num_hits:
+            state = None
+        if state is not None and state.checkpoint is not None:
+            state.checkpoint.num_hits += 1
+        if num_hits and state is None:
+            state = CachedState(events.SHARED_PREFIX, None, None)
+        stats = request.prefill_stats
+        external = stats.num_external_cached_tokens if stats else 0
+        self.observer.admitted(
+            request,
+            num_hits,
+            external,
+            self._hit_limited_by(request, num_hits, external),
+            state,
+        )
+        self._expect_stock_states(request)
+
+    def _hit_limited_by(self, request: Request, num_hits: int, external: int) -> str:
+        manager = self.kv_cache_manager
+        if not manager.prefix_cache_lookup_enabled(request):
+            return "skipped"
+        if external:
+            return "connector"
+        managers = manager.coordinator.single_type_managers
+        unit = managers[0].cache_hit_alignment_tokens
+        if num_hits >= (request.num_tokens - 1) // unit * unit:
+            return "prompt_end"
+        if request.shared_prefix_boundary > num_hits:
+            return "recurrent_state"
+        return "attention"
+
+    def _expect_stock_states(self, request: Request) -> None:
+        """Tell the index which states stock vLLM may cache for this prompt."""
+        if not self.cache_index.mamba_group_ids:
+            return
+        hashes = request.block_hashes
+        unit = self.kv_cache_manager.block_pool.hash_block_size
+        block = self.kv_cache_manager.coordinator.scheduler_block_size
+        identity = self.observer.identity(request)
+        shared = request.shared_prefix_boundary
+        for kind, tokens in (
+            (events.SHARED_PREFIX, shared // unit * unit),
+            (events.SHARED_PREFIX, shared // block * block),
+            (events.PROMPT_REPLAY, (request.num_prompt_tokens - 1) // unit * unit),
+            (events.PROMPT_REPLAY, (request.num_prompt_tokens - 1) // block * block),
+        ):
+            if 0 < tokens <= len(hashes) * unit:
+                self.cache_index.expect(identity, kind, hashes[tokens // unit - 1])
+
+    # -- a step --------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        retention = self.retention
+        if retention is not None:
+            self._arm_relief(
+                retention.may_run_short(
+                    len(self.running), self.max_num_scheduled_tokens
+                )
+            )
+        self._in_step = True
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self._in_step = False
+            self.observer.flush()
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if self.retention is not None:
+            try:
+                self.retention.note_scheduled(
+                    self.requests, scheduler_output.num_scheduled_tokens
+                )
+            except Exception:
+                self._give_up("a scheduled step")
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        self._in_step = True
+        try:
+            outputs = super().update_from_output(*args, **kwargs)
+            if self.retention is not None:
+                try:
+                    self.retention.accept_outputs(self.requests)
+                except Exception:
+                    self._give_up("an output")
+            return outputs
+        finally:
+            self._in_step = False
+            self.observer.flush()
+
+    def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        affected = super()._handle_invalid_blocks(*args, **kwargs)
+        if self.retention is not None:
+            try:
+                self.retention.drop_rewound(self.requests)
+            except Exception:
+                self._give_up("blocks that failed to load")
+        return affected
+
+    # -- memory pressure -------------------------------------------------------------
+
+    def _arm_relief(self, armed: bool) -> None:
+        """Let pins be given back before a RUNNING request preempts anyone.
+
+        Stock vLLM's ``allocate_slots`` is replaced only for steps in which an
+        allocation can fail at all.
+        """
+        if armed == self._relief_armed:
+            return
+        self._relief_armed = armed
+        manager = self.kv_cache_manager
+        manager.allocate_slots = (  # type: ignore[method-assign]
+            self._allocate_slots_or_relieve if armed else self._stock_allocate_slots
+        )
+
+    def _allocate_slots_or_relieve(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        allocate = self._stock_allocate_slots
+        blocks = allocate(request, *args, **kwargs)
+        while (
+            blocks is None
+            and request.status == RequestStatus.RUNNING
+            and self.retention is not None
+            and self.retention.relieve()
+        ):
+            blocks = allocate(request, *args, **kwargs)
+        return blocks
+
+    # -- the end ---------------------------------------------------------------------
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if self.retention is not None:
+            try:
+                self.retention.preempt(
+                    request, "cache_reset" if self._resetting else "preempted"
+                )
+            except Exception:
+                self._give_up("a preemption")
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self.retention is not None:
+            try:
+                self.retention.finish(request)
+            except Exception:
+                self._give_up("a finished request")
+        freed = super()._free_request(request, *args, **kwargs)
+        try:
+            if self.retention is not None:
+                self.retention.release(request)
+            self.cache_index.forget_expected(request.request_id)
+            self.observer.finished(request)
+        except Exception:
+            self._give_up("a freed request")
+        if not self._in_step:
+            # No step may follow an abort.
+            self.observer.flush()
+        return freed
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._resetting = True
+        try:
+            return super().reset_prefix_cache(*args, **kwargs)
+        finally:
+            self._resetting = False
+            if not self._in_step:
+                self.observer.flush()
+
+    def shutdown(self) -> None:
+        try:
+            if self.retention is not None:
+                self.retention.abandon("shutdown")
+            self.observer.emit(events.EngineStopped)
+            self.observer.flush()
+            if self.publisher is not None:
+                self.publisher.shutdown()
+        except Exception:
+            logger.exception("The checkpoint stream did not shut down in order.")
+        super().shutdown()
+
+    def check_integrity(self) -> IntegrityReport | None:
+        """Count every block's holders; None where nothing is retained.
+
+        Raises:
+            IntegrityError: see ``RetentionController.check_integrity``.
+        """
+        if self.retention is None:
+            return None
+        return self.retention.check_integrity(self)
+
+    def _note_evicted(self, checkpoint: Checkpoint, reason: str) -> None:
+        self.observer.evicted(checkpoint, reason)
+
+    def _give_up(self, where: str) -> None:
+        """An error of ours must not stop the engine: go on as stock vLLM."""
+        if self.strict:
+            raise
+        logger.exception(
+            "Checkpoint retention failed at %s and is off from here on; the engine "
+            "goes on without it.",
+            where,
+        )
+        retention, self.retention = self.retention, None
+        self._arm_relief(False)
+        self.observer.retention_off_reason = "unsupported:internal_error"
+        if retention is not None:
+            try:
+                retention.abandon("error")
+            except Exception:
+                logger.exception("Some checkpoints could not be released.")
+
+
+@functools.cache
+def with_checkpoints(scheduler_cls: type) -> type:
+    """A subclass of ``scheduler_cls`` with retention and events.
+
+    A class that does not derive from vLLM's ``Scheduler`` has none of the seams and
+    is returned as it is, with a warning.
+    """
+    if not (isinstance(scheduler_cls, type) and issubclass(scheduler_cls, Scheduler)):
+        logger.warning(
+            "The scheduler class %s does not derive from vLLM's Scheduler: no "
+            "checkpoint is retained and no event is sent.",
+            scheduler_cls,
+        )
+        return scheduler_cls
+    if issubclass(scheduler_cls, CheckpointSchedulerMixin):
+        return scheduler_cls
+    return type(
+        f"Checkpoint{scheduler_cls.__name__}",
+        (CheckpointSchedulerMixin, scheduler_cls),
+        {"__module__": scheduler_cls.__module__},
+    )
+
+
+def _model_name(vllm_config: Any) -> str:
+    model_config = vllm_config.model_config
+    served = getattr(model_config, "served_model_name", None)
+    if isinstance(served, (list, tuple)):
+        served = served[0] if served else None
+    return str(served or model_config.model)
