@@ -47,7 +47,7 @@ if ! supported $venv/bin/python || [[ "$("$python" --version)" != "$($venv/bin/p
     "$python" -m venv $venv
 fi
 rm -f $venv/.installed
-pip=("$venv/bin/python" -m pip install --quiet --no-deps)
+pip=("$venv/bin/python" -m pip install --quiet --quiet --no-deps)
 started=$SECONDS
 
 if "${pip[@]}" "$torch+cpu" 2>/dev/null; then
