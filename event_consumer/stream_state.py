@@ -1,0 +1,446 @@
+"""The state machine of one endpoint: puts batches in order and recovers what is
+missing. Pure: no sockets, no clock; :mod:`event_consumer.subscriber` drives it.
+
+Inputs are what a stream can do: a live batch, a heartbeat, a replayed batch, the
+end of a replay, a connection made or broken, the passing of time. Each returns the
+actions to take, in order. Every batch of an epoch is applied at most once, in the
+order of its sequence; what is not applied is said to be lost, with its range.
+
+A gap is recovered from the publisher's replay buffer. It is *lost* where the buffer
+begins after it, where the batch is there but does not decode, where there is no
+replay endpoint, where the replay stays silent ``max_failures`` times, where too
+many batches wait behind it, and where its engine is no more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from event_consumer.records import (
+    DISCONNECTED,
+    GAP_OPEN,
+    GAP_RECOVERED,
+    GAPPED,
+    LIVE,
+    LOST,
+    REPLAYING,
+)
+
+MAX_PAST_EPOCHS: Final = 8
+"""Former epochs whose stragglers are still told from a restart."""
+
+UNREADABLE: Final[Any] = object()
+"""Stands for a batch that the replay holds but that does not decode."""
+
+
+class StreamTimes(NamedTuple):
+    """How patient a stream is. Seconds, and counts of batches."""
+
+    replay_timeout_s: float = 3.0
+    """Silence of a replay after which it has failed."""
+    max_failures: int = 4
+    """Replays in a row that may fail before the gap is given up."""
+    first_retry_s: float = 0.25
+    """Pause before the second replay; doubled for each one after it."""
+    max_retry_s: float = 10.0
+    max_waiting: int = 10_000
+    """Batches that may wait behind a gap."""
+    lost_after_s: float = 5.0
+    """How long a connection may be broken before its engine counts as lost."""
+
+
+DEFAULT_TIMES: Final = StreamTimes()
+
+
+class Apply(NamedTuple):
+    """Hand ``item`` to the ledger: batch ``seq`` of ``epoch``, next in order."""
+
+    epoch: str
+    seq: int
+    item: Any
+    replayed: bool
+
+
+class AskReplay(NamedTuple):
+    """Ask the publisher for ``[first_seq, …)`` on a new socket; drop the former.
+
+    What it answers comes back with ``attempt``."""
+
+    attempt: int
+    first_seq: int
+
+
+class Gap(NamedTuple):
+    """Batches ``[first_seq, end_seq)`` of ``epoch`` are missing, recovered or lost."""
+
+    epoch: str
+    first_seq: int
+    end_seq: int
+    status: str
+
+
+class EngineGone(NamedTuple):
+    """``epoch`` is over: another speaks in its place, or none does any more."""
+
+    epoch: str
+
+
+Action = Apply | AskReplay | Gap | EngineGone
+
+
+class StreamState:
+    """Where the consumer stands in one endpoint's stream."""
+
+    def __init__(
+        self,
+        *,
+        epoch: str | None = None,
+        applied_seq: int = -1,
+        open_gap: tuple[int, int] | None = None,
+        can_replay: bool = True,
+        times: StreamTimes = DEFAULT_TIMES,
+    ) -> None:
+        """Begin with nothing, or at the position that a store holds.
+
+        Args:
+            epoch: the engine id of the position; None where there is none.
+            applied_seq: its last applied batch.
+            open_gap: the gap that was open, ``[first, end)``.
+            can_replay: whether there is a replay endpoint.
+        """
+        self.epoch = epoch
+        self.applied_seq = applied_seq
+        self.connected = False
+        self.num_duplicates = 0
+        self.num_replayed = 0
+        self.num_lost = 0
+        self.num_restarts = 0
+        self._times = times
+        self._can_replay = can_replay
+        # The highest batch known to exist; more than applied: something is missing.
+        self._head = applied_seq
+        self._waiting: dict[int, tuple[Any, bool]] = {}
+        # Live batches come in order. A sequence that falls without a new epoch
+        # (vLLM's own stream has none) is a restart; one that a replay overtook is
+        # a duplicate.
+        self._last_live = applied_seq
+        self._gap: Gap | None = None
+        if open_gap is not None and epoch is not None:
+            self._gap = Gap(epoch, *open_gap, GAP_OPEN)
+            self._head = max(self._head, open_gap[1] - 1)
+        self._past: dict[str, int] = {}
+        self._former_applied: int | None = None
+        self._attempt = 0
+        self._asked_from: int | None = None
+        self._reply_first: int | None = None
+        self._deadline = 0.0
+        self._failures = 0
+        self._retry_at: float | None = None
+        # Until the first replay has ended nothing is known to be missing.
+        self._catching_up = can_replay
+        # An engine that went while nobody was looking must be noticed too.
+        self._silent_since: float | None = None
+        self._gone = epoch is None
+        self._actions: list[Action] = []
+
+    @property
+    def state(self) -> str:
+        """As the store shows it."""
+        if not self.connected:
+            return DISCONNECTED
+        if self._gap is not None:
+            return GAPPED
+        return REPLAYING if self._asked_from is not None else LIVE
+
+    @property
+    def gap(self) -> Gap | None:
+        """The gap that is open now."""
+        return self._gap
+
+    @property
+    def num_waiting(self) -> int:
+        """Batches that wait behind what is missing."""
+        return len(self._waiting)
+
+    @property
+    def attempt(self) -> int | None:
+        """The replay under way."""
+        return self._attempt if self._asked_from is not None else None
+
+    # -- inputs --------------------------------------------------------------
+
+    def on_connected(self, now: float) -> list[Action]:
+        """The subscription stands: ask for what came before it."""
+        self.connected = True
+        self._silent_since = None
+        self._failures = 0
+        if self._asked_from is None:
+            self._catching_up = self._can_replay
+            self._ask(now)
+        return self._done(now)
+
+    def on_disconnected(self, now: float) -> list[Action]:
+        """The connection broke; a new one may follow."""
+        self.connected = False
+        self._silent_since = now
+        self._asked_from = self._retry_at = None
+        return self._take()
+
+    def on_live(self, epoch: str, seq: int, item: Any, now: float) -> list[Action]:
+        """A batch came on the subscription."""
+        if not self._enter(epoch, seq, is_live=True):
+            return self._take()
+        self._last_live = seq
+        self._receive(seq, item, replayed=False)
+        return self._done(now)
+
+    def on_heartbeat(self, epoch: str, seq: int, now: float) -> list[Action]:
+        """The last batch that the publisher sent was ``seq``."""
+        if epoch in self._past:
+            return self._take()
+        self._enter(epoch, seq, is_live=False)
+        self._head = max(self._head, seq)
+        return self._done(now)
+
+    def on_replayed(
+        self, attempt: int, epoch: str | None, seq: int, item: Any, now: float
+    ) -> list[Action]:
+        """A batch came on the replay; ``epoch`` is None and ``item`` is
+        :data:`UNREADABLE` where it does not decode."""
+        if attempt != self.attempt:
+            return self._take()
+        self._deadline = now + self._times.replay_timeout_s
+        if epoch is not None and not self._enter(epoch, seq, is_live=False):
+            return self._take()
+        if self._reply_first is None:
+            self._reply_first = seq
+        self._receive(seq, item, replayed=True)
+        return self._done(now)
+
+    def on_replay_end(
+        self,
+        attempt: int,
+        now: float,
+        *,
+        epoch: str | None = None,
+        first_buffered_seq: int | None = None,
+        next_seq: int | None = None,
+    ) -> list[Action]:
+        """The replay has ended. The publisher holds
+        ``[first_buffered_seq, next_seq)``; vLLM's own does not say so (None)."""
+        if attempt != self.attempt:
+            return self._take()
+        asked_from, self._asked_from = self._asked_from, None
+        if epoch and epoch != self.epoch:
+            if not self._enter(epoch, 0, is_live=False):
+                return self._take()
+            # Asked for a position of the former epoch: the answer says nothing.
+            if asked_from != 0:
+                return self._done(now)
+        if next_seq is not None:
+            self._head = max(self._head, next_seq - 1)
+        begins = first_buffered_seq
+        if begins is None:
+            begins = self._reply_first
+            if begins is None and self._waiting:
+                begins = min(self._waiting)
+        while begins is not None and not self._is_whole():
+            # What left the buffer while it was being sent may have come before.
+            if begins <= self.applied_seq + 1:
+                break
+            self._lose(min(begins, self._next_known()))
+        self._catching_up = False
+        if self._is_whole() or self.applied_seq >= (asked_from or 0):
+            self._failures = 0
+        else:
+            self._replay_failed(now)
+        return self._done(now)
+
+    def on_tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        if self._asked_from is not None and now >= self._deadline:
+            self._asked_from = None
+            self._catching_up = False
+            self._replay_failed(now)
+        if (
+            not self.connected
+            and not self._gone
+            and self._silent_since is not None
+            and now - self._silent_since >= self._times.lost_after_s
+        ):
+            self._end_epoch()
+        elif self._silent_since is None and not self.connected:
+            self._silent_since = now
+        return self._done(now)
+
+    # -- epochs --------------------------------------------------------------
+
+    def _enter(self, epoch: str, seq: int, *, is_live: bool) -> bool:
+        """Whether a batch of ``epoch`` belongs here; begins the epoch if it is new."""
+        if epoch == self.epoch:
+            if is_live and not epoch and seq <= self._last_live:
+                self._restart(epoch)
+            self._gone = False
+            return True
+        if epoch in self._past:
+            self._straggler(epoch, seq)
+            return False
+        if self.epoch is None:
+            self.epoch = epoch
+            self._gone = False
+        else:
+            self._restart(epoch)
+        return True
+
+    def _straggler(self, epoch: str, seq: int) -> None:
+        """A batch of an epoch that is over: too late to be put in its place."""
+        applied = self._past[epoch]
+        if seq <= applied:
+            self.num_duplicates += 1
+            return
+        self._past[epoch] = seq
+        self.num_lost += seq - applied
+        self._actions.append(Gap(epoch, applied + 1, seq + 1, LOST))
+
+    def _restart(self, epoch: str) -> None:
+        assert self.epoch is not None
+        self._end_epoch()
+        if self.epoch != epoch:
+            self._past[self.epoch] = self.applied_seq
+            if len(self._past) > MAX_PAST_EPOCHS:
+                del self._past[next(iter(self._past))]
+        self.num_restarts += 1
+        self.epoch = epoch
+        self._former_applied = self.applied_seq
+        self.applied_seq = self._head = self._last_live = -1
+        self._asked_from = self._retry_at = None
+        self._failures = 0
+        self._catching_up = self._can_replay
+        self._gone = False
+
+    def _end_epoch(self) -> None:
+        """Apply what waits, give up what is missing, say that the engine is gone."""
+        while not self._is_whole():
+            self._lose(self._next_known())
+        if not self._gone:
+            self._gone = True
+            assert self.epoch is not None
+            self._actions.append(EngineGone(self.epoch))
+
+    # -- order ---------------------------------------------------------------
+
+    def _receive(self, seq: int, item: Any, *, replayed: bool) -> None:
+        if seq <= self.applied_seq or (
+            seq in self._waiting and self._waiting[seq][0] is not UNREADABLE
+        ):
+            self.num_duplicates += 1
+            return
+        if item is UNREADABLE and self.epoch is None:
+            return  # of which epoch? The next replay will tell.
+        self._head = max(self._head, seq)
+        self._waiting[seq] = (item, replayed)
+        self._apply_waiting()
+
+    def _apply_waiting(self) -> None:
+        """Apply the batches that are next in order."""
+        waiting = self._waiting
+        while waiting:
+            seq = self.applied_seq + 1
+            found = waiting.pop(seq, None)
+            if found is None:
+                return
+            item, replayed = found
+            if item is UNREADABLE:
+                self._lose(seq + 1)
+                continue
+            assert self.epoch is not None
+            self.applied_seq = seq
+            self.num_replayed += replayed
+            self._actions.append(Apply(self.epoch, seq, item, replayed))
+
+    def _is_whole(self) -> bool:
+        """Whether everything that is known to exist was applied."""
+        return self.applied_seq >= self._head and not self._waiting
+
+    def _next_known(self) -> int:
+        """Where what is missing ends."""
+        return min(self._waiting, default=self._head + 1)
+
+    def _lose(self, end: int) -> None:
+        """``[applied_seq + 1, end)`` will not come; go on after it."""
+        first = self.applied_seq + 1
+        assert self.epoch is not None
+        # A publisher that counts on across its restart has not lost what it sent
+        # before.
+        goes_on = first == 0 and self._former_applied == end - 1
+        gap, self._gap = self._gap, None
+        if gap is not None and (goes_on or gap.first_seq < first):
+            recovered = gap.end_seq if goes_on else first
+            self._actions.append(gap._replace(end_seq=recovered, status=GAP_RECOVERED))
+        if not goes_on:
+            self.num_lost += end - first
+            self._actions.append(Gap(self.epoch, first, end, LOST))
+        self.applied_seq = end - 1
+        self._head = max(self._head, end - 1)
+        for seq in [seq for seq in self._waiting if seq < end]:
+            del self._waiting[seq]
+        self._apply_waiting()
+
+    # -- recovery ------------------------------------------------------------
+
+    def _ask(self, now: float) -> None:
+        if not self._can_replay:
+            return
+        self._attempt += 1
+        self._asked_from = self.applied_seq + 1
+        self._reply_first = None
+        self._retry_at = None
+        self._deadline = now + self._times.replay_timeout_s
+        self._actions.append(AskReplay(self._attempt, self._asked_from))
+
+    def _done(self, now: float) -> list[Action]:
+        """Open or close the gap, ask again where that may help; take the actions."""
+        while not self._is_whole() and (
+            not self._can_replay
+            or self._failures >= self._times.max_failures
+            or len(self._waiting) > self._times.max_waiting
+        ):
+            self._asked_from = None
+            self._lose(self._next_known())
+        self._follow_gap()
+        if self._is_whole() and not self._catching_up:
+            self._retry_at = None
+        elif (
+            self.connected
+            and self._asked_from is None
+            and (self._retry_at is None or now >= self._retry_at)
+        ):
+            self._ask(now)
+        return self._take()
+
+    def _replay_failed(self, now: float) -> None:
+        """It brought nothing: wait a while, longer each time."""
+        pause = self._times.first_retry_s * 2**self._failures
+        self._retry_at = now + min(pause, self._times.max_retry_s)
+        self._failures += 1
+
+    def _follow_gap(self) -> None:
+        """The open gap is what is missing now, once the first replay has ended."""
+        gap = self._gap
+        if gap is not None and (self._is_whole() or self.applied_seq >= gap.end_seq):
+            self._actions.append(gap._replace(status=GAP_RECOVERED))
+            self._gap = gap = None
+        if self._is_whole() or self._catching_up:
+            return
+        assert self.epoch is not None
+        end = self._next_known()
+        if gap is None:
+            self._gap = Gap(self.epoch, self.applied_seq + 1, end, GAP_OPEN)
+            self._actions.append(self._gap)
+        elif gap.end_seq != end:
+            self._gap = gap._replace(end_seq=end)
+            self._actions.append(self._gap)
+
+    def _take(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions
