@@ -68,7 +68,7 @@ def checkpoint_stages(checkpoint: CheckpointRecord) -> Iterator[Stage]:
 
 def num_stages(request: RequestRecord, checkpoints: Iterable[CheckpointRecord]) -> int:
     """How many stages the two functions above tell, without telling them."""
-    count = request.admitted_ns is not None
+    count = int(request.admitted_ns is not None)
     for checkpoint in checkpoints:
         count += (
             (checkpoint.pinned_ns is not None)

@@ -81,6 +81,8 @@ BLOCK_HASH: Final = "vllm.checkpoint.block_hash"
 SUPERSEDES_BOUNDARY: Final = "vllm.checkpoint.supersedes.boundary"
 SUPERSEDES_ID: Final = "vllm.checkpoint.supersedes.id"
 NUM_HITS: Final = "vllm.checkpoint.hits"
+USED: Final = "vllm.checkpoint.used"
+"""Whether any request resumed from it before it was evicted (metrics only)."""
 AGE: Final = "vllm.checkpoint.age"
 """Seconds from publication to eviction."""
 
@@ -95,7 +97,8 @@ ATTENTION_EVICTED: Final = "vllm.checkpoint.attention_evicted"
 REUSED: Final = "vllm.prefix_cache.reused"
 
 # Metrics of the cache. The counters of the stages bear the names of the events above;
-# the histograms those of the attributes REUSE_DEPTH and RETAINED_DEPTH.
+# RECOMPUTED_TOKENS and the histograms REUSE_DEPTH, RETAINED_DEPTH and AGE those of the
+# attributes.
 PINNED_BLOCKS: Final = "vllm.checkpoint.pinned_blocks"
 REQUESTS: Final = "vllm.prefix_cache.requests"
 PROMPT_TOKENS: Final = "vllm.prefix_cache.prompt_tokens"
@@ -103,7 +106,7 @@ CACHED_TOKENS: Final = "vllm.prefix_cache.cached_tokens"
 
 # Metrics of the streams.
 STREAM_LAG: Final = "vllm.checkpoint.stream.lag"
-STREAM_CONNECTED: Final = "vllm.checkpoint.stream.live"
+STREAM_LIVE: Final = "vllm.checkpoint.stream.live"
 STREAM_OPEN_GAPS: Final = "vllm.checkpoint.stream.open_gaps"
 STREAM_LOST: Final = "vllm.checkpoint.stream.lost"
 STREAM_REPLAYED: Final = "vllm.checkpoint.stream.replayed"

@@ -167,6 +167,13 @@ class OtlpSettings:
         parts = urlsplit(self.endpoint)
         return HTTP if parts.port == HTTP_PORT or parts.path.strip("/") else GRPC
 
+    def http_url(self, signal: Signal) -> str:
+        """The URL of one signal under HTTP; the endpoint may name one already."""
+        base = self.endpoint.rstrip("/")
+        for known in ("traces", "logs", "metrics"):
+            base = base.removesuffix(f"/v1/{known}")
+        return f"{base}/v1/{signal}"
+
 
 def _parse_headers(text: str) -> dict[str, str]:
     """``key=value,key=value``, percent-encoded (OTLP exporter specification)."""
@@ -224,7 +231,7 @@ class GrpcTransport:
         ]
         if parts.scheme == "https":
             self._channel = grpc.secure_channel(
-                parts.netloc, _credentials(settings), options, compression
+                parts.netloc, channel_credentials(settings), options, compression
             )
         else:
             self._channel = grpc.insecure_channel(parts.netloc, options, compression)
@@ -248,7 +255,8 @@ class GrpcTransport:
         self._channel.close()
 
 
-def _credentials(settings: OtlpSettings) -> grpc.ChannelCredentials:
+def channel_credentials(settings: OtlpSettings) -> grpc.ChannelCredentials:
+    """TLS that trusts the configured CA, or the system's."""
     if settings.certificate_file is None:
         return grpc.ssl_channel_credentials()
     with open(settings.certificate_file, "rb") as file:
@@ -279,10 +287,7 @@ class HttpTransport:
     }
 
     def __init__(self, settings: OtlpSettings) -> None:
-        base = settings.endpoint.rstrip("/")
-        for signal in self._RESPONSES:
-            base = base.removesuffix(f"/v1/{signal}")
-        self._base = base
+        self._settings = settings
         self._gzip = settings.compression == "gzip"
         self._sessions: dict[str, requests.Session] = {}
         for signal in self._RESPONSES:
@@ -300,7 +305,7 @@ class HttpTransport:
             body = gzip.compress(body)
         try:
             response = self._sessions[signal].post(
-                f"{self._base}/v1/{signal}", data=body, timeout=timeout_s
+                self._settings.http_url(signal), data=body, timeout=timeout_s
             )
         except requests.RequestException as error:
             raise RetryableError(f"{type(error).__name__}: {error}") from error

@@ -171,7 +171,9 @@ class RequestTracer:
         closed = _Closed(request, shown, source, len(checkpoints))
         self._spans.submit(closed, 1 + len(shown))
         if self._logs is not None:
-            self._logs.submit(closed, num_stages(request, shown))
+            weight = num_stages(request, shown)
+            if weight:
+                self._logs.submit(closed, weight)
 
     def checkpoint_evicted(self, checkpoint: CheckpointRecord) -> None:
         """Tell that a published checkpoint, or the attention blocks under it, left
