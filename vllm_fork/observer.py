@@ -140,6 +140,11 @@ class Observer:
                 seen.last_discard = reason
         self._stage(events.CheckpointDiscarded, checkpoint, reason=reason)
 
+    def not_published(self, request: Request, reason: str) -> None:
+        """``request`` ended with a state to keep, but not in a way that publishes."""
+        seen = self._see(request)
+        seen.last_discard = seen.last_discard or reason
+
     def evicted(self, checkpoint: Checkpoint, reason: str) -> None:
         """A published checkpoint left the prefix cache."""
         if self.enabled:

@@ -30,12 +30,16 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    MambaManager,
+)
 from vllm.v1.request import RequestStatus
 
 from vllm_fork import events
 from vllm_fork.cache_index import CacheIndex
 from vllm_fork.checkpoint import Checkpoint
+from vllm_fork.exact_tail import TailIndex
 from vllm_fork.observer import Observer
 
 if TYPE_CHECKING:
@@ -104,6 +108,7 @@ class RetentionController:
             known from its output only.
         observer: told of each stage.
         index: told of each publication.
+        tails: where exact tails are entered; None: none are kept.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class RetentionController:
         num_speculative_tokens: int,
         observer: Observer,
         index: CacheIndex,
+        tails: TailIndex | None = None,
     ) -> None:
         coordinator = kv_cache_manager.coordinator
         self.block_size: int = coordinator.scheduler_block_size
@@ -133,11 +139,14 @@ class RetentionController:
         )
         self._observer = observer
         self._index = index
+        self._tails = tails
         self._ids = itertools.count()
 
         self._next_boundary: dict[str, int] = {}
         self._pending: dict[str, Checkpoint] = {}
         self._promoted: dict[str, Checkpoint] = {}
+        # Exact tails between ``finish`` and ``release``.
+        self._ended: dict[str, Checkpoint] = {}
         # Speculative decoding only: the boundary a request may have crossed, to
         # be settled when outputs arrive, and the tokens it had to run before the
         # first output of its present stint.
@@ -227,19 +236,16 @@ class RetentionController:
     # -- the end of a request --------------------------------------------------------
 
     def finish(self, request: Request) -> None:
-        """Settle and, if its ending publishes, publish; the pin stays.
+        """Settle and, if its ending publishes, publish; the pins stay.
 
         Call before ``_free_request`` frees the tables; :meth:`release` after.
         """
-        request_id = request.request_id
         ending = ENDING[request.status]
-        if request_id in self._crossing:
-            self._settle_crossing(request)
-        pending = self._pending.get(request_id)
-        if pending and executed_tokens(request) >= pending.boundary:
-            self._promote(request_id)
-        if ending in self._publish_on and request_id in self._promoted:
-            self._publish(request, ending)
+        self._settle(request)
+        if ending in self._publish_on:
+            self._publish_all(request, str(request.get_finished_reason()))
+        elif self._tails is not None and self._tail_boundary(request):
+            self._observer.not_published(request, DISCARD_REASON[ending])
 
     def release(self, request: Request) -> None:
         """Give back whatever is still pinned; call after ``_free_request``.
@@ -247,18 +253,7 @@ class RetentionController:
         A published state outlives its attention tail in the LRU order, since its
         reference goes last.
         """
-        request_id = request.request_id
-        reason = DISCARD_REASON[ENDING[request.status]]
-        self._forget(request_id)
-        if request_id in self._pending:
-            self._discard_pending(request_id, "unaccepted")
-        checkpoint = self._promoted.pop(request_id, None)
-        if checkpoint is None:
-            return
-        if checkpoint.published_monotonic_ns:
-            self._release(checkpoint)
-        else:
-            self._discard(checkpoint, reason)
+        self._end(request.request_id, DISCARD_REASON[ENDING[request.status]])
 
     def preempt(self, request: Request, reason: str) -> None:
         """The request loses its blocks: so does its checkpoint.
@@ -267,27 +262,14 @@ class RetentionController:
         ``cache_reset``. With ``preempt`` in ``publish_on`` a preempted request
         publishes, and so may find its own state again when it is resumed.
         """
-        request_id = request.request_id
         if reason == "preempted" and "preempt" in self._publish_on:
-            pending = self._pending.get(request_id)
-            if pending and executed_tokens(request) >= pending.boundary:
-                self._promote(request_id)
-            if request_id in self._promoted:
-                self._publish(request, None)
-        self._forget(request_id)
-        if request_id in self._pending:
-            self._discard_pending(request_id, reason)
-        checkpoint = self._promoted.pop(request_id, None)
-        if checkpoint is None:
-            return
-        if checkpoint.published_monotonic_ns:
-            self._release(checkpoint)
-        else:
-            self._discard(checkpoint, reason)
+            self._settle(request)
+            self._publish_all(request, None)
+        self._end(request.request_id, reason, unaccepted=reason)
 
     def abandon(self, reason: str) -> None:
         """Discard every pin (``shutdown``, ``error``)."""
-        for held in (self._pending, self._promoted):
+        for held in (self._pending, self._promoted, self._ended):
             while held:
                 _, checkpoint = held.popitem()
                 self._discard(checkpoint, reason)
@@ -340,7 +322,7 @@ class RetentionController:
         if wrong:
             raise IntegrityError("; ".join(wrong))
         return IntegrityReport(
-            num_pinned_checkpoints=len(self._pending) + len(self._promoted),
+            num_pinned_checkpoints=sum(1 for _ in self._pinned()),
             num_pinned_blocks=self.num_pinned_blocks(),
             num_published_checkpoints=self._index.num_published(),
             num_free_blocks=num_free,
@@ -438,13 +420,101 @@ class RetentionController:
         if former is not None:
             self._discard(former, "superseded")
 
-    def _publish(self, request: Request, ending: str | None) -> None:
+    def _settle(self, request: Request) -> None:
+        """Promote what has become true by the end of ``request``."""
+        request_id = request.request_id
+        if request_id in self._crossing:
+            self._settle_crossing(request)
+        pending = self._pending.get(request_id)
+        if pending and self._materialized_tokens(request) >= pending.boundary:
+            self._promote(request_id)
+
+    def _materialized_tokens(self, request: Request) -> int:
+        """Tokens whose state any later step will find in the blocks.
+
+        With exact tails this includes the step in flight (asynchronous scheduling
+        has run one step past the stop token): a reader's forward is queued behind
+        it. Not so with a KV connector, which reads out of that order; there, exact
+        tails are off.
+        """
+        if self._tails is None:
+            return executed_tokens(request)
+        if request.num_computed_tokens > request.num_tokens:
+            return executed_tokens(request)
+        return request.num_computed_tokens
+
+    def _publish_all(self, request: Request, finish_reason: str | None) -> None:
+        if request.request_id in self._promoted:
+            self._publish(request, finish_reason)
+        if self._tails is not None:
+            self._publish_tail(request, finish_reason)
+
+    def _tail_boundary(self, request: Request) -> int | None:
+        """Where ``request`` would leave an exact tail; None if nowhere.
+
+        Not inside the prompt, not on a block edge (which the block-aligned
+        checkpoint serves), and not past the tokens it kept: a step that ran ahead
+        of the stop by more than one has consumed a token that is not part of it.
+        """
+        boundary = request.num_computed_tokens
+        if request.resumable or request.pooling_params is not None:
+            return None
+        if not max(request.num_prompt_tokens, 1) <= boundary <= request.num_tokens:
+            return None
+        return boundary if boundary % self.block_size else None
+
+    def _publish_tail(self, request: Request, finish_reason: str | None) -> None:
+        """Keep the running blocks themselves as the checkpoint at their position."""
+        assert self._tails is not None
+        boundary = self._tail_boundary(request)
+        if boundary is None:
+            return
+        blocks = []
+        for manager in (*self._mamba, *self._attention):
+            table = manager.req_to_blocks.get(request.request_id, ())
+            column = (boundary - 1) // manager.block_size
+            if column >= len(table) or table[column].is_null:
+                return
+            blocks.append(table[column])
+        checkpoint = Checkpoint(
+            next(self._ids),
+            self._observer.identity(request),
+            boundary,
+            events.EXACT_TAIL,
+            tuple(blocks),
+        )
+        self._pool.touch(blocks)
+        self._observer.pinned(checkpoint)
+        self._observer.promoted(checkpoint, None)
+        if any(block.block_hash is not None for block in blocks[: len(self._mamba)]):
+            # Its prompt's tail, at this very position: no step has advanced it.
+            self._discard(checkpoint, "already_cached")
+            return
+        self._cache_attention(request, boundary, boundary)
+        self._tails.insert(request, checkpoint)
+        self._ended[request.request_id] = checkpoint
+        self._index.publish(checkpoint)
+        self._observer.published(checkpoint, finish_reason, None)
+
+    def _cache_attention(self, request: Request, boundary: int, executed: int) -> None:
+        """Hash the attention blocks below ``boundary`` if some are not yet.
+
+        Drafts accepted in the last step may cross a boundary after the last
+        allocation hashed the attention blocks.
+        """
+        for manager in self._attention:
+            num_full = boundary // manager.block_size
+            if manager.num_cached_block.get(request.request_id, 0) < num_full:
+                self._manager.cache_blocks(request, executed)
+                return
+
+    def _publish(self, request: Request, finish_reason: str | None) -> None:
         """Enter the promoted checkpoint into the prefix cache."""
         request_id = request.request_id
         checkpoint = self._promoted[request_id]
         boundary = checkpoint.boundary
-        executed = executed_tokens(request)
-        if boundary > executed:
+        materialized = self._materialized_tokens(request)
+        if boundary > materialized:
             del self._promoted[request_id]
             self._discard(checkpoint, "rewound")
             return
@@ -457,13 +527,7 @@ class RetentionController:
             del self._promoted[request_id]
             self._discard(checkpoint, "already_cached")
             return
-        if any(
-            manager.num_cached_block.get(request_id, 0) * manager.block_size < boundary
-            for manager in self._attention
-        ):
-            # Drafts accepted in the last step crossed the boundary after the
-            # last allocation hashed the attention blocks.
-            self._manager.cache_blocks(request, executed)
+        self._cache_attention(request, boundary, materialized)
         null = self._pool.null_block
         for manager, block in fresh:
             end = boundary // manager.block_size
@@ -478,10 +542,24 @@ class RetentionController:
         self._index.publish(checkpoint)
         block_hash = request.block_hashes[boundary // self._pool.hash_block_size - 1]
         self._observer.published(
-            checkpoint,
-            str(request.get_finished_reason()) if ending else None,
-            maybe_convert_block_hash(block_hash),
+            checkpoint, finish_reason, maybe_convert_block_hash(block_hash)
         )
+
+    def _end(
+        self, request_id: str, reason: str, unaccepted: str = "unaccepted"
+    ) -> None:
+        """Release every pin of a request: discarded, unless it was published."""
+        self._forget(request_id)
+        if request_id in self._pending:
+            self._discard_pending(request_id, unaccepted)
+        for held in (self._promoted, self._ended):
+            checkpoint = held.pop(request_id, None)
+            if checkpoint is None:
+                continue
+            if checkpoint.published_monotonic_ns:
+                self._release(checkpoint)
+            else:
+                self._discard(checkpoint, reason)
 
     def _discard_pending(self, request_id: str, reason: str) -> None:
         self._discard(self._pending.pop(request_id), reason)
@@ -499,7 +577,9 @@ class RetentionController:
         self._first_output_at.pop(request_id, None)
 
     def _pinned(self) -> Iterable[Checkpoint]:
-        return itertools.chain(self._pending.values(), self._promoted.values())
+        return itertools.chain(
+            self._pending.values(), self._promoted.values(), self._ended.values()
+        )
 
     def _smallest_block_size(self) -> int:
         return min(m.block_size for m in (*self._mamba, *self._attention))
@@ -531,4 +611,28 @@ def why_unsupported(kv_cache_manager: KVCacheManager) -> str | None:
         return "unsupported:no_align_mamba_groups"
     if kv_cache_manager.coordinator.retention_interval is None:
         return "unsupported:dense_retention"
+    return None
+
+
+def why_no_exact_tail(
+    kv_cache_manager: KVCacheManager, num_speculative_tokens: int, has_connector: bool
+) -> str | None:
+    """Why exact tails cannot be kept where checkpoints can; None if they can."""
+    if num_speculative_tokens:
+        # The accepted state sits in a scratch block, not in the running one.
+        return "unsupported:speculative"
+    if has_connector:
+        # It reads blocks out of the order in which steps write them.
+        return "unsupported:kv_connector"
+    managers = [
+        manager
+        for manager in kv_cache_manager.coordinator.single_type_managers
+        if manager.kv_cache_spec.prefix_cacheable
+    ]
+    mamba = mamba_align_managers(kv_cache_manager)
+    rest = [manager for manager in managers if manager not in mamba]
+    if any(type(manager) is not FullAttentionManager for manager in rest):
+        return "unsupported:attention_kind"
+    if len({manager.block_size for manager in managers}) != 1:
+        return "unsupported:block_sizes"
     return None

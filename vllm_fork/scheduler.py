@@ -33,12 +33,14 @@ from vllm_fork import events
 from vllm_fork.cache_index import CachedState, CacheIndex
 from vllm_fork.checkpoint import Checkpoint
 from vllm_fork.config import Settings, load_settings
+from vllm_fork.exact_tail import TailIndex
 from vllm_fork.observer import Observer
 from vllm_fork.publisher import CheckpointPublisher
 from vllm_fork.retention import (
     IntegrityReport,
     RetentionController,
     mamba_align_managers,
+    why_no_exact_tail,
     why_unsupported,
 )
 
@@ -86,13 +88,24 @@ class CheckpointSchedulerMixin(_Base):
             self._note_evicted,
         )
         self.retention: RetentionController | None = None
+        self.tails: TailIndex | None = None
+        exact_tail: str | None = "off"
         if reason is None:
+            exact_tail = self._why_no_exact_tail(settings)
+            if exact_tail is None:
+                attention = [
+                    m
+                    for m in manager.coordinator.single_type_managers
+                    if m.kv_cache_spec.prefix_cacheable and m not in mamba
+                ]
+                self.tails = TailIndex(manager.block_pool, mamba, attention)
             self.retention = RetentionController(
                 manager,
                 settings.publish_on,
                 self.num_spec_tokens,
                 self.observer,
                 self.cache_index,
+                self.tails,
             )
         self._found: tuple[str, CachedState | None] = ("", None)
         self._resetting = False
@@ -101,7 +114,14 @@ class CheckpointSchedulerMixin(_Base):
         self._relief_armed = False
         if self.observer.enabled:
             self._observe_admissions()
-        self._announce(settings, reason, len(mamba))
+        self._announce(settings, reason, exact_tail, len(mamba))
+
+    def _why_no_exact_tail(self, settings: Settings) -> str | None:
+        if not settings.exact_tail:
+            return "off"
+        return why_no_exact_tail(
+            self.kv_cache_manager, self.num_spec_tokens, self.connector is not None
+        )
 
     def _make_publisher(self, settings: Settings) -> CheckpointPublisher | None:
         if not settings.events.enabled:
@@ -114,7 +134,9 @@ class CheckpointSchedulerMixin(_Base):
             model_name=_model_name(config),
         )
 
-    def _announce(self, settings: Settings, reason: str | None, groups: int) -> None:
+    def _announce(
+        self, settings: Settings, reason: str | None, no_tail: str | None, groups: int
+    ) -> None:
         import vllm
 
         manager = self.kv_cache_manager
@@ -124,6 +146,7 @@ class CheckpointSchedulerMixin(_Base):
             fork_version=vllm_fork.__version__,
             retention="on" if reason is None else "off",
             retention_reason=reason,
+            exact_tail=no_tail or "on",
             copy_interval=settings.copy_interval,
             publish_on=sorted(settings.publish_on),
             block_size=manager.coordinator.scheduler_block_size,
@@ -151,6 +174,10 @@ class CheckpointSchedulerMixin(_Base):
         self, request: Request
     ) -> tuple[KVCacheBlocks, int, int, bool]:
         hit = super()._get_local_prefix_cache_hit(request)
+        if self.tails is not None and self.kv_cache_manager.prefix_cache_lookup_enabled(
+            request
+        ):
+            hit = self._deepen(request, *hit)
         blocks, num_tokens = hit[0], hit[1]
         state = None
         if num_tokens:
@@ -160,6 +187,32 @@ class CheckpointSchedulerMixin(_Base):
                     break
         self._found = (request.request_id, state)
         return hit
+
+    def _deepen(
+        self,
+        request: Request,
+        blocks: KVCacheBlocks,
+        num_tokens: int,
+        shared_prefix_boundary: int,
+        diverged: bool,
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """Prefer an exact tail that lies deeper than what vLLM found."""
+        assert self.tails is not None
+        try:
+            tail = self.tails.find(request, num_tokens)
+        except Exception:
+            self._give_up("a look-up")
+            tail = None
+        if tail is None:
+            return blocks, num_tokens, shared_prefix_boundary, diverged
+        if shared_prefix_boundary <= tail.num_tokens:
+            shared_prefix_boundary = 0
+        return (
+            self.kv_cache_manager.create_kv_cache_blocks(tail.blocks),
+            tail.num_tokens,
+            shared_prefix_boundary,
+            False,
+        )
 
     def _observe_admissions(self) -> None:
         """Follow ``record_prefix_cache_stats``: called once an admission."""
@@ -369,6 +422,8 @@ class CheckpointSchedulerMixin(_Base):
         return self.retention.check_integrity(self)
 
     def _note_evicted(self, checkpoint: Checkpoint, reason: str) -> None:
+        if self.tails is not None:
+            self.tails.discard(checkpoint)
         self.observer.evicted(checkpoint, reason)
 
     def _give_up(self, where: str) -> None:
@@ -381,6 +436,7 @@ class CheckpointSchedulerMixin(_Base):
             where,
         )
         retention, self.retention = self.retention, None
+        self.tails = None
         self._arm_relief(False)
         self.observer.retention_off_reason = "unsupported:internal_error"
         if retention is not None:
