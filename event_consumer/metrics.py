@@ -2,8 +2,8 @@
 
 Counters are kept as plain integers and read when a reader collects (observable
 instruments), so that an event costs one dictionary increment; depths and ages go
-into histograms with explicit buckets. One set of instruments feeds both OTLP and the
-Prometheus text of the service's ``/metrics``.
+into histograms with explicit buckets (:mod:`event_consumer.histograms`). One set of
+instruments feeds both OTLP and the Prometheus text of the service's ``/metrics``.
 
 Attributes are few and bounded: the engine's label, model and data-parallel rank, and
 the kinds and reasons of :mod:`vllm_fork.events`. Never a request or session id, and
@@ -32,13 +32,18 @@ from opentelemetry.sdk.metrics.export import (
     MetricReader,
     PeriodicExportingMetricReader,
 )
-from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from event_consumer import names
 from event_consumer.export_queue import ExportStats
+from event_consumer.histograms import (
+    BucketHistogram,
+    HistogramCollector,
+    HistogramExporter,
+    Labels,
+)
 from event_consumer.otlp import GRPC, OtlpSettings, channel_credentials
 from event_consumer.records import LIVE, StreamRecord
 from event_consumer.tracing import consumer_resource
@@ -74,10 +79,10 @@ class StreamHealth(NamedTuple):
 class _Series:
     """The counts of one label, model and rank."""
 
-    def __init__(self, attributes: _Attributes) -> None:
-        self.attributes = attributes
-        self.counts: defaultdict[tuple[str, tuple[tuple[str, Any], ...]], int]
-        self.counts = defaultdict(int)
+    def __init__(self, labels: Labels) -> None:
+        self.labels = labels
+        self.attributes: _Attributes = dict(labels)
+        self.counts: defaultdict[tuple[str, Labels], int] = defaultdict(int)
 
 
 class _Pins:
@@ -130,14 +135,34 @@ class CheckpointMetrics:
         self._exports = exports
         self._series: dict[tuple[str, str, int], _Series] = {}
         self._pins: dict[str, _Pins] = {}
+        self._reuse_depth = BucketHistogram(
+            names.REUSE_DEPTH,
+            "{token}",
+            "Prompt tokens served from the prefix cache at a first admission",
+            DEPTH_BUCKETS,
+        )
+        self._retained_depth = BucketHistogram(
+            names.RETAINED_DEPTH,
+            "{token}",
+            "Deepest boundary that a finished request left in the prefix cache",
+            DEPTH_BUCKETS,
+        )
+        self._age = BucketHistogram(
+            names.AGE,
+            "s",
+            "Time from a checkpoint's publication to its eviction",
+            AGE_BUCKETS,
+        )
+        histograms = (self._reuse_depth, self._retained_depth, self._age)
         self._registry = CollectorRegistry()
+        self._registry.register(HistogramCollector(histograms))
         readers: list[MetricReader] = [
             PrometheusMetricReader(scope_info_enabled=False, registry=self._registry)
         ]
         if otlp is not None:
             readers.append(
                 PeriodicExportingMetricReader(
-                    _metric_exporter(otlp),
+                    HistogramExporter(_metric_exporter(otlp), histograms),
                     export_interval_millis=export_interval_s * 1e3,
                     export_timeout_millis=otlp.timeout_s * 1e3,
                 )
@@ -146,11 +171,6 @@ class CheckpointMetrics:
             readers,
             resource or consumer_resource(),
             shutdown_on_exit=False,
-            views=[
-                _bucket_view(names.REUSE_DEPTH, DEPTH_BUCKETS),
-                _bucket_view(names.RETAINED_DEPTH, DEPTH_BUCKETS),
-                _bucket_view(names.AGE, AGE_BUCKETS),
-            ],
         )
         self._create_instruments()
         self._handlers: dict[type, Callable[[_Pins, Any], None]] = {
@@ -188,11 +208,11 @@ class CheckpointMetrics:
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = _Series(
-                {
-                    names.ENGINE_LABEL: batch.label,
-                    names.REQUEST_MODEL: batch.model_name,
-                    names.ENGINE_RANK: rank,
-                }
+                (
+                    (names.ENGINE_LABEL, batch.label),
+                    (names.REQUEST_MODEL, batch.model_name),
+                    (names.ENGINE_RANK, rank),
+                )
             )
         return series
 
@@ -222,7 +242,7 @@ class CheckpointMetrics:
             (names.USED, event.num_hits > 0),
         )
         pins.series.counts[names.EVICTED, why] += 1
-        self._age.record(event.age_s, {**pins.series.attributes, names.USED: why[2][1]})
+        self._age.add(event.age_s, (*pins.series.labels, why[2]))
 
     def _prefix_reused(self, pins: _Pins, event: PrefixReused) -> None:
         if event.resumed:
@@ -234,9 +254,8 @@ class CheckpointMetrics:
         depth = event.shared_prefix_boundary
         if depth is not None and depth > cached:
             series.counts[names.RECOMPUTED_TOKENS, ()] += depth - cached
-        self._reuse_depth.record(
-            cached, {**series.attributes, names.SOURCE_KIND: event.source_kind}
-        )
+        source = (names.SOURCE_KIND, event.source_kind)
+        self._reuse_depth.add(cached, (*series.labels, source))
 
     def _request_finished(self, pins: _Pins, event: RequestFinished) -> None:
         series = pins.series
@@ -245,9 +264,7 @@ class CheckpointMetrics:
             left = ((names.NO_CHECKPOINT_REASON, event.no_checkpoint_reason or ""),)
         else:
             left = ((names.RETAINED_KIND, event.retained_kind or ""),)
-            self._retained_depth.record(
-                event.retained_boundary, {**series.attributes, **dict(left)}
-            )
+            self._retained_depth.add(event.retained_boundary, series.labels + left)
         series.counts[names.REQUESTS, left] += 1
 
     # -- out -----------------------------------------------------------------
@@ -267,19 +284,6 @@ class CheckpointMetrics:
 
     def _create_instruments(self) -> None:
         meter = self._provider.get_meter(names.SCOPE)
-        self._reuse_depth = meter.create_histogram(
-            names.REUSE_DEPTH,
-            "{token}",
-            "Prompt tokens served from the prefix cache at a first admission",
-        )
-        self._retained_depth = meter.create_histogram(
-            names.RETAINED_DEPTH,
-            "{token}",
-            "Deepest boundary that a finished request left in the prefix cache",
-        )
-        self._age = meter.create_histogram(
-            names.AGE, "s", "Time from a checkpoint's publication to its eviction"
-        )
         for name, unit, description in _COUNTERS:
             meter.create_observable_counter(
                 name, [self._reads(name)], unit, description
@@ -349,12 +353,6 @@ class CheckpointMetrics:
                         yield Observation(number, extra)
 
         return read
-
-
-def _bucket_view(name: str, bounds: tuple[int, ...]) -> View:
-    return View(
-        instrument_name=name, aggregation=ExplicitBucketHistogramAggregation(bounds)
-    )
 
 
 def _metric_exporter(otlp: OtlpSettings) -> MetricExporter:
