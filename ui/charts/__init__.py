@@ -1,0 +1,1 @@
+"""The figures (Plotly): each takes rows and returns a figure, and reads nothing."""

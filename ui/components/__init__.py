@@ -1,0 +1,1 @@
+"""Elements that Streamlit does not have: text reaches them as data, never as HTML."""

@@ -1,0 +1,5 @@
+"""Compare."""
+
+from ui import shell
+
+shell.show("Compare", "", lambda: None)

@@ -1,0 +1,5 @@
+"""Conversations."""
+
+from ui import shell
+
+shell.show("Conversations", "", lambda: None)

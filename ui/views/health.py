@@ -1,0 +1,5 @@
+"""Health."""
+
+from ui import shell
+
+shell.show("Health", "", lambda: None)

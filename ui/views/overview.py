@@ -1,0 +1,5 @@
+"""Overview."""
+
+from ui import shell
+
+shell.show("Overview", "", lambda: None)
