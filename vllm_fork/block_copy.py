@@ -1,0 +1,98 @@
+"""Whole pages for copy-on-write: repairs a fault of vLLM's block-copy helper.
+
+A hybrid model overlays the views of an attention layer and of a Mamba layer on one
+page. After a hit inside a block vLLM copies the page for the new request, but
+``copy_kv_cache_blocks_inplace`` copies each address once, through whichever view it
+meets first. Where that is the Mamba view and its page is padded, the tail of the
+attention page stays behind, and the output is wrong (vLLM 0.32.0, with or without
+this project). Copying through the *widest* view of each address moves everything.
+
+vLLM's own helper still does the copying: only the order of the views changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import torch
+
+HELPER: Final = "copy_kv_cache_blocks_inplace"
+HOLDERS: Final = (
+    "vllm.v1.worker.utils",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu.model_runner",
+)
+"""Modules that hold the helper under its name; the first one defines it."""
+
+CopyBlocks = Callable[[Iterable["torch.Tensor"], int, Sequence[Any]], None]
+
+
+def install() -> None:
+    """Let this process's model runner copy whole pages. Safe to call repeatedly.
+
+    Raises:
+        AttributeError: this vLLM has no such helper.
+    """
+    import vllm.v1.worker.utils as defining
+
+    stock: CopyBlocks = getattr(defining, HELPER)
+    if getattr(stock, "_copies_whole_pages", False):
+        return
+    repaired = copying_whole_pages(stock)
+    for name in HOLDERS:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, HELPER):
+            setattr(module, HELPER, repaired)
+
+
+def copying_whole_pages(stock: CopyBlocks) -> CopyBlocks:
+    """``stock`` with the widest view of each address first."""
+
+    @functools.wraps(stock)
+    def copy_kv_cache_blocks(
+        kv_caches: Iterable[torch.Tensor], num_blocks: int, copies: Sequence[Any]
+    ) -> None:
+        if copies:
+            stock(widest_first(kv_caches, num_blocks), num_blocks, copies)
+
+    copy_kv_cache_blocks._copies_whole_pages = True  # type: ignore[attr-defined]
+    return copy_kv_cache_blocks
+
+
+def widest_first(
+    kv_caches: Iterable[torch.Tensor], num_blocks: int
+) -> list[torch.Tensor]:
+    """The views of ``kv_caches``, those that cover more of a block first.
+
+    The order among equals is kept. Views that share an address share a page, so the
+    first of them covers what the others do.
+    """
+    return sorted(
+        kv_caches, key=lambda view: bytes_of_block(view, num_blocks), reverse=True
+    )
+
+
+def bytes_of_block(view: torch.Tensor, num_blocks: int) -> int:
+    """Bytes from the first to past the last element of one block of ``view``.
+
+    ``view`` has shape ``[num_blocks * k, ...]``: ``k`` kernel blocks a block.
+    """
+    kernel_blocks = view.shape[0] // num_blocks
+    shape = (kernel_blocks, *view.shape[1:])
+    last = sum((n - 1) * stride for n, stride in zip(shape, view.stride(), strict=True))
+    return (last + 1) * view.element_size()
+
+
+def truncated_bytes(kv_caches: Iterable[torch.Tensor], num_blocks: int) -> int:
+    """Bytes of a block that stock vLLM leaves behind at most; 0 where it is right."""
+    first: dict[int, int] = {}
+    widest: dict[int, int] = {}
+    for view in kv_caches:
+        size = bytes_of_block(view, num_blocks)
+        first.setdefault(view.data_ptr(), size)
+        widest[view.data_ptr()] = max(widest.get(view.data_ptr(), 0), size)
+    return max((widest[p] - first[p] for p in first), default=0)
