@@ -33,9 +33,9 @@ from vllm_fork.model_free import (
     make_engine,
     make_request,
     references_beyond_requests,
+    with_recorded_checkpoints,
 )
 
-MAX_REQUEST_BLOCKS = 5
 NUM_CONVERSATIONS = 3
 
 
@@ -80,16 +80,23 @@ def minimum_blocks(
 class Histories(RuleBasedStateMachine):
     """Conversations that take turns, end in every way, and share prefixes."""
 
+    retain: dict | None = None
+    """The settings of retention; None: stock vLLM."""
+
     def scheduler_class(self, cls: type[Scheduler]) -> type[Scheduler]:
-        return cls
+        return cls if self.retain is None else with_recorded_checkpoints(cls)
 
     def check_step(self) -> None:
-        assert references_beyond_requests(self.engine.scheduler) == {}
+        if self.retain is None:
+            assert references_beyond_requests(self.engine.scheduler) == {}
+        else:
+            assert self.engine.scheduler.check_integrity() is not None
 
     @initialize(
         mode=st.sampled_from(MODES),
         num_mamba_groups=st.integers(1, 3),
         exports=st.booleans(),
+        num_request_blocks=st.sampled_from([4, 12]),
         slack=st.sampled_from([0, 1, 3, 10, 200]),
         token_budget=st.sampled_from([24, 96, 4096]),
         retention_interval=st.sampled_from([0, 0, 2]),
@@ -101,6 +108,7 @@ class Histories(RuleBasedStateMachine):
         mode,
         num_mamba_groups,
         exports,
+        num_request_blocks,
         slack,
         token_budget,
         retention_interval,
@@ -108,7 +116,7 @@ class Histories(RuleBasedStateMachine):
         seed,
     ):
         self.block_size, self.hash_unit = (64, 16) if exports else (32, 4)
-        self.max_tokens = MAX_REQUEST_BLOCKS * self.block_size
+        self.max_tokens = num_request_blocks * self.block_size
         self.random = random.Random(seed)
         acceptance = random.Random(seed + 1)
         self.engine: ModelFreeEngine = make_engine(
@@ -129,6 +137,7 @@ class Histories(RuleBasedStateMachine):
             max_num_batched_tokens=token_budget,
             max_num_seqs=NUM_CONVERSATIONS,
             v2_model_runner=v2_model_runner,
+            settings=self.retain,
         )
         self.audit = PrefixCacheAudit(self.engine)
         self.shared = self.tokens(3 * self.block_size)
@@ -199,7 +208,7 @@ class Histories(RuleBasedStateMachine):
         self.running[conversation] = request_id
         self.history[conversation] = prompt + answer
 
-    @rule(count=st.integers(1, 60))
+    @rule(count=st.integers(1, 80))
     def steps(self, count):
         for _ in range(count):
             if not self.engine.has_work:
@@ -209,9 +218,11 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(
         pick=st.integers(0, NUM_CONVERSATIONS - 1),
-        how=st.sampled_from(["abort", "abort in flight", "error"]),
+        how=st.sampled_from([*["nothing"] * 5, "abort", "abort in flight", "error"]),
     )
     def end(self, pick, how):
+        if how == "nothing":
+            return
         conversation = sorted(self.running)[pick % len(self.running)]
         request_id = self.running.pop(conversation)
         request = self.engine.requests[request_id]
@@ -223,10 +234,12 @@ class Histories(RuleBasedStateMachine):
         else:
             self.engine.finish(request_id, RequestStatus.FINISHED_ERROR)
 
-    @rule(running=st.booleans())
-    def reset(self, running):
+    @rule(how=st.sampled_from([*["nothing"] * 9, "idle", "running"]))
+    def reset(self, how):
+        if how == "nothing":
+            return
         self.resetting = True
-        self.engine.scheduler.reset_prefix_cache(reset_running_requests=running)
+        self.engine.scheduler.reset_prefix_cache(how == "running")
         self.resetting = False
 
     def teardown(self):
@@ -240,6 +253,15 @@ class Histories(RuleBasedStateMachine):
         assert references_beyond_requests(self.engine.scheduler) == {}
         assert self.engine.num_leaked_blocks == 0
         assert self.engine.scheduler.reset_prefix_cache()
+        if self.retain is not None:
+            assert self.engine.events.lifecycle_problems() == []
+            assert self.engine.events.open_checkpoints() == []
+
+
+class BlockAlignedHistories(Histories):
+    """The same, with checkpoints at block boundaries retained."""
+
+    retain = {"retain": True, "exact_tail": False}  # noqa: RUF012
 
 
 def play(machine: type[Histories], num_histories: int) -> None:
@@ -247,7 +269,7 @@ def play(machine: type[Histories], num_histories: int) -> None:
         machine,
         settings=settings(
             max_examples=num_histories,
-            stateful_step_count=25,
+            stateful_step_count=50,
             deadline=None,
             derandomize="HYPOTHESIS_SEED" not in os.environ,
             suppress_health_check=list(HealthCheck),
@@ -259,3 +281,12 @@ def play(machine: type[Histories], num_histories: int) -> None:
 def test_stock_has_no_wrong_state():
     """The model of memory agrees with vLLM itself: what it reports is ours."""
     play(Histories, 40)
+
+
+def test_block_aligned_checkpoints():
+    play(BlockAlignedHistories, 200)
+
+
+@pytest.mark.nightly
+def test_block_aligned_checkpoints_at_length():
+    play(BlockAlignedHistories, 2000)

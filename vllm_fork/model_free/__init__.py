@@ -15,12 +15,17 @@ from vllm_fork.model_free.block_references import (
 )
 from vllm_fork.model_free.cache_audit import PrefixCacheAudit
 from vllm_fork.model_free.engine import FinishedRequest, ModelFreeEngine, make_engine
+from vllm_fork.model_free.event_recorder import (
+    EventRecorder,
+    with_recorded_checkpoints,
+)
 from vllm_fork.model_free.requests import STOP_TOKEN, make_request
 from vllm_fork.model_free.scheduler_factory import make_scheduler
 from vllm_fork.model_free.worker import SimulatedWorker, StateError
 
 __all__ = [
     "STOP_TOKEN",
+    "EventRecorder",
     "FinishedRequest",
     "ModelFreeEngine",
     "PrefixCacheAudit",
@@ -31,4 +36,5 @@ __all__ = [
     "make_request",
     "make_scheduler",
     "references_beyond_requests",
+    "with_recorded_checkpoints",
 ]

@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_fork.model_free.event_recorder import EventRecorder
 from vllm_fork.model_free.scheduler_factory import make_scheduler
 from vllm_fork.model_free.worker import Acceptance, SimulatedWorker, accept_all
 
@@ -111,6 +112,13 @@ class ModelFreeEngine:
         """Blocks that are not free; with no request left this must be 0."""
         pool = self.scheduler.kv_cache_manager.block_pool
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+
+    @property
+    def events(self) -> EventRecorder:
+        """What the scheduler told; it must be ``with_recorded_checkpoints``."""
+        recorder = self.scheduler.publisher  # type: ignore[attr-defined]
+        assert isinstance(recorder, EventRecorder)
+        return recorder
 
     @property
     def num_preemptions(self) -> int:
