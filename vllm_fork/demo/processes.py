@@ -31,9 +31,9 @@ class Service:
         name: str,
         command: Sequence[str],
         log: Path,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
     ) -> None:
-        """Start it.
+        """Start it, with exactly this ``environment``.
 
         Raises:
             DemoError: the command does not exist.
@@ -47,7 +47,7 @@ class Service:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **(environment or {})},
+                    env=dict(environment),
                     start_new_session=True,
                 )
             except FileNotFoundError:
@@ -75,6 +75,20 @@ class Service:
                     f"{self.last_line()} (see {self.log})"
                 )
             time.sleep(POLL_S)
+
+    def wait_success(self, timeout_s: float) -> None:
+        """Wait for its end.
+
+        Raises:
+            DemoError: it failed, or did not end in time.
+        """
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code != 0:
+            how = f"failed with exit code {code}" if code else "took too long"
+            raise DemoError(f"{self.name} {how}: {self.last_line()} (see {self.log})")
 
     @property
     def exit_code(self) -> int | None:

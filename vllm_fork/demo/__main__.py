@@ -1,0 +1,247 @@
+"""``python -m vllm_fork.demo``: play the dialog, check what it left behind, stay up."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from event_consumer import names
+from event_consumer.otlp_receiver import OtlpReceiver
+from vllm_fork.demo import checks, evidence, services
+from vllm_fork.demo.checks import Check
+from vllm_fork.demo.dialog import DIALOG, TurnResult, play, reset_prefix_cache
+from vllm_fork.demo.processes import HOST, DemoError, Service, answers, require_free
+from vllm_fork.demo.services import Arm
+from vllm_fork.demo.table import ab_table
+
+SETTLE_S = 30.0
+"""How long the consumer may take to have told everything."""
+
+
+class Demo:
+    """The running demo: its services, and what they are told about."""
+
+    def __init__(self, directory: Path, first_port: int, otlp: str | None) -> None:
+        self.directory = directory
+        self.dashboard_port = first_port
+        self.consumer_port = first_port + 1
+        self.off = Arm("off", False, first_port + 2)
+        self.on = Arm("on", True, first_port + 5)
+        self.store = f"sqlite:///{directory.resolve() / 'checkpoints.db'}"
+        self.otlp = otlp
+        self.receiver: OtlpReceiver | None = None
+        self.started = time.monotonic()
+        self._running = contextlib.ExitStack()
+
+    @property
+    def arms(self) -> list[Arm]:
+        return [self.off, self.on]
+
+    def say(self, text: str) -> None:
+        """One line, with the seconds since the start."""
+        print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
+
+    def start(self) -> None:
+        """Start everything; the engines one after the other (each fills a core)."""
+        require_free(
+            {
+                "the dashboard": self.dashboard_port,
+                "the event consumer": self.consumer_port,
+                **self.off.ports(),
+                **self.on.ports(),
+            }
+        )
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        model = self.directory / "model"
+        self.say("writing the tiny hybrid model")
+        services.write_model(model, self._log("tiny-model"))
+
+        if self.otlp is None:
+            self.receiver = self._running.enter_context(OtlpReceiver())
+            self.otlp = self.receiver.grpc_url
+        consumer = self._keep(
+            services.start_consumer(
+                self.arms,
+                self.store,
+                self.consumer_port,
+                self.otlp,
+                self._log("consumer"),
+            )
+        )
+        dashboard = self._keep(
+            services.start_dashboard(
+                self.store, self.dashboard_port, self._log("dashboard")
+            )
+        )
+        consumer.wait_ready(
+            lambda: answers(f"http://{HOST}:{self.consumer_port}/metrics"),
+            services.SERVICE_START_S,
+        )
+        dashboard.wait_ready(
+            lambda: answers(f"{self.dashboard_url}/_stcore/health"),
+            services.SERVICE_START_S,
+        )
+        for arm in self.arms:
+            self.say(f"starting the engine with retention {arm.label}")
+            engine = self._keep(
+                services.start_engine(arm, model, self._log(f"engine-{arm.label}"))
+            )
+            engine.wait_ready(
+                partial(services.engine_ready, arm), services.ENGINE_START_S
+            )
+
+    @property
+    def dashboard_url(self) -> str:
+        return f"http://{HOST}:{self.dashboard_port}"
+
+    def stop(self) -> None:
+        """End everything that was started, the last one first."""
+        self._running.close()
+
+    def _keep(self, service: Service) -> Service:
+        self._running.callback(service.stop)
+        return service
+
+    def _log(self, name: str) -> Path:
+        return self.directory / f"{name}.log"
+
+    def play(self, arm: Arm) -> list[TurnResult]:
+        """Play the dialog against one engine."""
+        self.say(f"playing {len(DIALOG)} turns with retention {arm.label}")
+        return play(
+            arm.url,
+            f"demo-{arm.label}",
+            on_turn=lambda index, turn: self.say(
+                f"  turn {index}: {turn.cached} of {turn.prompt} prompt tokens cached, "
+                f"{turn.completion} decoded   {turn.request_id}"
+            ),
+        )
+
+    def check(self, off: list[TurnResult], on: list[TurnResult]) -> Iterator[Check]:
+        """Every claim of the demo, as it is checked."""
+        yield checks.more_is_reused(off, on)
+        stored = self._settled([*off, *on])
+        arms = (("off", off), ("on", on))
+        for arm, turns in arms:
+            told = {i: row["num_cached_tokens"] for i, row in stored.items()}
+            yield checks.same_reuse(arm, turns, "in the store", told)
+        for arm, turns in arms:
+            ids = [turn.request_id for turn in turns]
+            shown = evidence.reuse_on_pages(self.store, ids)
+            yield checks.same_reuse(arm, turns, "on the page", shown)
+        yield checks.reason_is_given(off, stored)
+        if self.receiver is None:
+            self.say(f"traces are not checked: they went to {self.otlp}")
+            return
+        spans = evidence.request_spans(self.receiver)
+        told = {i: span.attributes[names.REUSE_DEPTH] for i, span in spans.items()}
+        for arm, turns in arms:
+            yield checks.same_reuse(arm, turns, "in the trace", told)
+        yield checks.turns_are_linked(
+            on, stored, spans, self.receiver.spans(names.CHECKPOINT_SPAN)
+        )
+        yield checks.lives_are_whole(evidence.stages_of_checkpoints(self.receiver))
+
+    def _settled(self, turns: list[TurnResult]) -> dict[str, evidence.Row]:
+        """The stored requests, once each turn is there and finished, and (where they
+        come here) each turn's span as well."""
+        wanted = {turn.request_id for turn in turns}
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            stored = evidence.stored_requests(self.store)
+            done = {i for i, row in stored.items() if row["status"] == "finished"}
+            traced = evidence.request_spans(self.receiver) if self.receiver else wanted
+            if (wanted <= done and wanted <= set(traced)) or (
+                time.monotonic() > deadline
+            ):
+                return stored
+            time.sleep(0.5)
+
+    def check_reset(self) -> Iterator[Check]:
+        """No block is held any more: vLLM resets its cache only then."""
+        for arm in self.arms:
+            yield Check(
+                f"{arm.label}: all blocks are free again and the prefix cache resets",
+                "" if reset_prefix_cache(arm.url) else "blocks are still held",
+            )
+
+
+def run(
+    once: Annotated[
+        bool, typer.Option(help="End after the checks: exit 0 if all hold.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(help="The first of eight consecutive ports.", max=65528)
+    ] = 8100,
+    directory: Annotated[
+        Path, typer.Option(help="Model, store and logs; emptied first.")
+    ] = Path(".demo"),
+    otlp: Annotated[
+        str | None, typer.Option(help="Send traces there instead of checking them.")
+    ] = None,
+) -> None:
+    """Play one dialog against two engines, retention off and on, and compare."""
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    demo = Demo(directory, port, otlp)
+    try:
+        demo.start()
+        off, on = demo.play(demo.off), demo.play(demo.on)
+        print(f"\n{ab_table(off, on)}\n", flush=True)
+        failed = _report(demo.check(off, on))
+        if once:
+            failed += _report(demo.check_reset())
+        print(f"\n{'All checks hold.' if not failed else f'{failed} checks failed.'}")
+        if not once:
+            _stay_up(demo)
+    except DemoError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    finally:
+        demo.say("ending what was started")
+        demo.stop()
+    raise typer.Exit(1 if failed else 0)
+
+
+def _report(found: Iterator[Check]) -> int:
+    """Print each check; how many failed."""
+    failed = 0
+    for check in found:
+        print(check, flush=True)
+        failed += bool(check.problem)
+    return failed
+
+
+def _stay_up(demo: Demo) -> None:
+    print(
+        f"\nDashboard           {demo.dashboard_url}"
+        f"\nRetention off       {demo.off.url}/v1"
+        f"\nRetention on        {demo.on.url}/v1"
+        f"\nStore               {demo.store}"
+        f"\nLogs                {demo.directory}/*.log"
+        "\n\nCtrl-C ends all of it.",
+        flush=True,
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(3600)
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    typer.run(run)
