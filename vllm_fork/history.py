@@ -85,9 +85,9 @@ class ReplayServer:
         self.num_batches_sent = 0
 
     @property
-    def has_readers(self) -> bool:
-        """Whether any replay is unfinished."""
-        return bool(self._readers)
+    def num_readers(self) -> int:
+        """Replays that are unfinished."""
+        return len(self._readers)
 
     def receive(self) -> None:
         """Accept the requests that wait.

@@ -17,7 +17,6 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -29,6 +28,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from vllm_fork import endpoints
 from vllm_fork.config import EventSettings, endpoint_of_rank, load_curve_keys
+from vllm_fork.event_queue import EventQueue
 from vllm_fork.events import Event, EventBatch, EventsDropped, seq_to_bytes
 from vllm_fork.history import History, ReplayServer
 
@@ -40,6 +40,8 @@ FLUSH_INTERVAL_S: Final = 0.005
 leave in one batch, and the thread takes the interpreter lock 200 times a second at
 most."""
 BIND_RETRY_S: Final = 2.0
+REPLAY_RETRY_S: Final = 0.02
+"""How often a replay reader that does not read is tried again."""
 REPLAY_BATCHES_PER_ROUND: Final = 64
 REPLAY_SEND_HWM: Final = 64
 """Batches that wait in the socket for one replay reader; the rest wait in the
@@ -65,6 +67,8 @@ class PublisherStats:
     num_buffered_bytes: int
     num_replay_requests: int
     num_replayed_batches: int
+    num_replay_readers: int
+    """Replays under way."""
     error: str | None
     """Why nothing (or no replay) is going out now, in one sentence."""
 
@@ -89,15 +93,14 @@ class CheckpointPublisher:
         self._settings = settings
         self._rank = data_parallel_rank
         self._engine_id = engine_id
-        self._model_name = model_name
-        self._topic = settings.topic.encode()
+        self._model_name = _utf8(model_name)
+        self._label = _utf8(settings.label)
+        self._topic = _utf8(settings.topic).encode()
 
-        # Written by the publishing thread alone.
-        self._queue: deque[Event] = deque()
-        self._first: list[Event] | None = None
-        self._has_first = False
-        self._num_published = 0
-        self._num_overflowed = 0
+        self._queue = EventQueue(
+            settings.queue_size, drop_oldest=settings.overflow == "drop_oldest"
+        )
+        self._num_too_late = 0
         # Written by the sending thread alone.
         self._num_sent = 0
         self._num_encode_errors = 0
@@ -140,7 +143,12 @@ class CheckpointPublisher:
         To be called from one thread. The events must not change afterwards.
         """
         try:
-            self._enqueue(list(events))
+            if self._closed:
+                self._num_too_late += len(events)
+                return
+            self._queue.put(events)
+            if self._asleep:
+                self._wake()
         except Exception:
             logger.exception("Could not queue events for the checkpoint stream.")
 
@@ -166,52 +174,21 @@ class CheckpointPublisher:
         """The counts so far. May be called from any thread."""
         replay = self._replay
         return PublisherStats(
-            num_published=self._num_published,
+            num_published=self._queue.num_put + self._num_too_late,
             num_sent=self._num_sent,
-            num_dropped=self._num_overflowed + self._num_unsent_at_close,
+            num_dropped=(
+                self._queue.num_dropped + self._num_too_late + self._num_unsent_at_close
+            ),
             num_encode_errors=self._num_encode_errors,
-            num_queued=len(self._queue) + len(self._first or ()),
+            num_queued=len(self._queue),
             num_batches=self._history.next_seq,
             first_buffered_seq=self._history.first_seq,
             num_buffered_bytes=self._history.num_bytes,
             num_replay_requests=replay.num_requests if replay else 0,
             num_replayed_batches=replay.num_batches_sent if replay else 0,
+            num_replay_readers=replay.num_readers if replay else 0,
             error=" ".join(self._errors.values()) or None,
         )
-
-    def _enqueue(self, events: list[Event]) -> None:
-        if not events:
-            return
-        self._num_published += len(events)
-        if self._closed:
-            self._num_overflowed += len(events)
-            return
-        if self._has_first:
-            self._queue.extend(self._make_room(events))
-        else:
-            self._first = events
-            self._has_first = True
-        if self._asleep:
-            self._wake()
-
-    def _make_room(self, events: list[Event]) -> list[Event]:
-        """Drop what the queue cannot take; return what is left of ``events``."""
-        limit = self._settings.queue_size
-        excess = len(self._queue) + len(events) - limit
-        if excess <= 0:
-            return events
-        if self._settings.overflow == "drop_newest":
-            kept = events[: max(0, len(events) - excess)]
-        else:
-            kept = events[-limit:]
-            for _ in range(len(self._queue) + len(kept) - limit):
-                try:
-                    self._queue.popleft()
-                except IndexError:  # the sending thread was faster
-                    break
-                self._num_overflowed += 1
-        self._num_overflowed += len(events) - len(kept)
-        return kept
 
     def _wake(self) -> None:
         self._asleep = False
@@ -251,11 +228,9 @@ class CheckpointPublisher:
             timeout = 0.0
         elif until_flush > 0:
             timeout = until_flush
-        elif self._has_work() or self._has_readers():
-            timeout = FLUSH_INTERVAL_S if self._has_readers() else 0.0
         else:
             self._asleep = True
-            # Looked at again: events may have come before they could see the flag.
+            # Asked after that: events may have come before they could see the flag.
             timeout = 0.0 if self._has_work() else self._idle_time()
         poller = zmq.Poller()
         poller.register(self._wake_read, zmq.POLLIN)
@@ -267,15 +242,13 @@ class CheckpointPublisher:
             os.read(self._wake_read, 4096)
 
     def _has_work(self) -> bool:
-        return self._publisher is not None and bool(
-            self._first or self._queue or self._unannounced()
-        )
-
-    def _has_readers(self) -> bool:
-        return self._replay is not None and self._replay.has_readers
+        return self._publisher is not None and bool(self._queue or self._unannounced())
 
     def _unannounced(self) -> int:
-        lost = self._num_overflowed + self._num_encode_errors
+        """Events lost that the stream does not tell yet; batch 0 never does."""
+        if not self._history.next_seq:
+            return 0
+        lost = self._queue.num_dropped + self._num_encode_errors
         return lost - self._num_announced
 
     def _idle_time(self) -> float:
@@ -283,6 +256,8 @@ class CheckpointPublisher:
         due = self._last_send + self._settings.heartbeat_s
         if self._errors:
             due = min(due, self._next_bind)
+        if self._replay is not None and self._replay.num_readers:
+            due = min(due, now + REPLAY_RETRY_S)
         return max(0.0, due - now)
 
     def _serve_replays(self) -> bool:
@@ -295,8 +270,10 @@ class CheckpointPublisher:
         """Send one batch of what is queued; False when nothing was."""
         if not self._has_work():
             return False
-        events = self._take()
+        events = self._queue.take(MAX_EVENTS_PER_BATCH)
         news = self._announcement()
+        if not events and not news:
+            return False
         try:
             payload = self._encode([*news, *events])
         except Exception:
@@ -313,31 +290,16 @@ class CheckpointPublisher:
         self._send(seq, payload)
         return True
 
-    def _take(self) -> list[Event]:
-        """The next events; the first call of all gets those of the first publish."""
-        if self._first is not None:
-            events, self._first = self._first, None
-            return events
-        events = []
-        while len(events) < MAX_EVENTS_PER_BATCH:
-            try:
-                events.append(self._queue.popleft())
-            except IndexError:  # empty, or emptied by an overflow just now
-                break
-        return events
-
     def _announcement(self) -> list[EventsDropped]:
-        """What was lost since the last announcement, if anything. Not in batch 0."""
-        num_errors = self._num_encode_errors
-        count = self._num_overflowed + num_errors - self._num_announced
-        if not count or not self._history.next_seq:
+        count = self._unannounced()
+        if not count:
             return []
         return [
             EventsDropped(
                 time_unix_ns=time.time_ns(),
                 monotonic_ns=time.monotonic_ns(),
                 count=count,
-                num_encode_errors=num_errors - self._num_errors_announced,
+                num_encode_errors=self._num_encode_errors - self._num_errors_announced,
             )
         ]
 
@@ -363,7 +325,7 @@ class CheckpointPublisher:
                 events=list(events),
                 data_parallel_rank=self._rank,
                 engine_id=self._engine_id,
-                label=self._settings.label,
+                label=self._label,
                 model_name=self._model_name,
                 heartbeat=heartbeat,
             )
@@ -452,9 +414,8 @@ class CheckpointPublisher:
                 return
 
     def _close(self, deadline: float) -> None:
-        self._num_unsent_at_close = len(self._queue) + len(self._first or ())
-        self._queue.clear()
-        self._first = None
+        while events := self._queue.take(MAX_EVENTS_PER_BATCH):
+            self._num_unsent_at_close += len(events)
         if self._num_unsent_at_close:
             logger.warning(
                 "The checkpoint stream closed with %d events unsent.",
@@ -465,3 +426,8 @@ class CheckpointPublisher:
         # Slow readers get the rest of the time to take what is in their sockets.
         linger_s = max(0.0, deadline - time.monotonic())
         self._context.destroy(linger=int(linger_s * 1000))
+
+
+def _utf8(text: str) -> str:
+    """``text`` with what UTF-8 cannot say replaced: a header must always encode."""
+    return text.encode(errors="replace").decode()
