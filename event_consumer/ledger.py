@@ -8,6 +8,7 @@ its end may be missing. What is then known is kept, and marked incomplete.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -112,6 +113,7 @@ class Ledger:
         self._requests: dict[int, RequestRecord] = {}
         self._checkpoints: dict[int, CheckpointRecord] = {}
         self._closed: list[ClosedRequest] = []
+        self._evictions: list[CheckpointRecord] = []
         self._handlers: dict[type, Callable[[_Epoch, Any], None]] = {
             PrefixReused: self._prefix_reused,
             CheckpointPinned: self._pinned,
@@ -157,8 +159,12 @@ class Ledger:
             life = self._epochs[request.engine_id].lives[request.request_id]
             life.source = by_id.get((request.engine_id, request.source_checkpoint_id))
 
-    def apply(self, endpoint: str, batch: EventBatch, events: list[AnyEvent]) -> None:
-        """Apply the events of one batch that came from ``endpoint``."""
+    def apply(self, endpoint: str, batch: EventBatch, events: list[AnyEvent]) -> int:
+        """Apply the events of one batch that came from ``endpoint``.
+
+        Returns:
+            How many events the publisher says it dropped before them.
+        """
         epoch = self._epochs.get(batch.engine_id)
         if epoch is None:
             epoch = self._begin(endpoint, batch)
@@ -167,14 +173,16 @@ class Ledger:
         if self._current.get(endpoint) != batch.engine_id:
             self._supersede(endpoint, batch.engine_id)
         handlers = self._handlers
+        engine = epoch.engine
+        num_dropped = engine.events_dropped
         event = None
         for event in events:
             handlers[type(event)](epoch, event)
         if event is not None:
-            engine = epoch.engine
             engine.last_event_ns = event.time_unix_ns
             self._engines[id(engine)] = engine
             self._bound(epoch, event.monotonic_ns)
+        return engine.events_dropped - num_dropped
 
     def range_lost(self, engine_id: str) -> None:
         """Events of ``engine_id`` are missing here: whatever is open is incomplete."""
@@ -219,9 +227,15 @@ class Ledger:
         return changes
 
     def take_closed(self) -> list[ClosedRequest]:
-        """The requests that ended since the last call, in that order."""
+        """The requests that ended since the last call, in that order, as they were
+        when they ended."""
         closed, self._closed = self._closed, []
         return closed
+
+    def take_evicted(self) -> list[CheckpointRecord]:
+        """The checkpoints that were evicted since the last call, as copies."""
+        evicted, self._evictions = self._evictions, []
+        return evicted
 
     @property
     def num_changes(self) -> int:
@@ -459,7 +473,13 @@ class Ledger:
             self._close(life)
 
     def _close(self, life: _Life) -> None:
-        self._closed.append(ClosedRequest(life.request, life.checkpoints, life.source))
+        self._closed.append(
+            ClosedRequest(
+                copy(life.request),
+                [copy(checkpoint) for checkpoint in life.checkpoints],
+                copy(life.source),
+            )
+        )
 
     # -- checkpoint events ---------------------------------------------------
 
@@ -554,6 +574,7 @@ class Ledger:
         checkpoint.num_hits = max(checkpoint.num_hits, event.num_hits)
         checkpoint.last_event_ns = event.time_unix_ns
         self._checkpoints[id(checkpoint)] = checkpoint
+        self._evictions.append(copy(checkpoint))
 
 
 def _order_of_pins(checkpoint: CheckpointRecord) -> int:

@@ -8,10 +8,12 @@ becomes unknown again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
+
+from vllm_fork.events import AnyEvent, EventBatch
 
 # Status of a request.
 OPEN: Final = "open"
@@ -199,6 +201,10 @@ class Snapshot(NamedTuple):
 class RequestSink(Protocol):
     """Who is told of each request that ended (the tracer, the metrics)."""
 
+    def checkpoint_evicted(self, checkpoint: CheckpointRecord) -> None:
+        """``checkpoint`` left the cache, long after its request ended. A copy."""
+        ...
+
     def request_closed(
         self,
         request: RequestRecord,
@@ -208,4 +214,16 @@ class RequestSink(Protocol):
         """``checkpoints`` are the request's own, in the order they were pinned;
         ``source`` is the one it resumed from, where that was one of ours and is
         still known. The records are copies: nothing changes them afterwards."""
+        ...
+
+
+class EventCounter(Protocol):
+    """Who counts events as they are applied (the metrics)."""
+
+    def apply(self, batch: EventBatch, events: Iterable[AnyEvent]) -> None:
+        """Once a batch, in order."""
+        ...
+
+    def engine_ended(self, engine_id: str) -> None:
+        """The engine stopped or was lost."""
         ...

@@ -270,6 +270,16 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A connection for queries.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        with self._sentences("read"), self.engine.connect() as connection:
+            yield connection
+
     def commit(self, changes: ChangeSet) -> None:
         """Write ``changes`` in one transaction.
 
@@ -289,7 +299,7 @@ class Store:
         """
         engines, requests = tables.engines, tables.requests
         checkpoints = tables.checkpoints
-        with self._sentences("read"), self.engine.connect() as connection:
+        with self.reading() as connection:
 
             def records(table: Table, condition: Any) -> list[Any]:
                 names = _written_columns(table)

@@ -256,6 +256,13 @@ class StreamState:
             self._replay_failed(now)
         return self._done(now)
 
+    def on_removed(self) -> list[Action]:
+        """Nobody watches this stream any more: what is missing stays so."""
+        self.connected = False
+        if self.epoch is not None:
+            self._end_epoch()
+        return self._take()
+
     def on_tick(self, now: float) -> list[Action]:
         """Time has passed."""
         if self._asked_from is not None and now >= self._deadline:

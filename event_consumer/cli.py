@@ -1,0 +1,410 @@
+"""The ``event-consumer`` command.
+
+``--json`` prints one line, the last of stdout; the log goes to stderr. Exit codes: 0;
+1 where something could not be done, or ``health`` finds an open gap; 2 where the
+command or the configuration is wrong. Errors are one sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import gc
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final, NoReturn
+
+import typer
+
+from event_consumer.queries import (
+    DEFAULT_LIMIT,
+    Filter,
+    Row,
+    find_conversations,
+    find_requests,
+    find_traces,
+)
+from event_consumer.queries import (
+    health as find_health,
+)
+from event_consumer.records import (
+    DISCARDED,
+    ENGINE_LOST,
+    EVICTED,
+    FINISHED,
+    GONE,
+    OPEN,
+    PINNED,
+    PROMOTED,
+    PUBLISHED,
+)
+from event_consumer.settings import ENV_PREFIX, SettingsError, load_settings
+from event_consumer.store import DEFAULT_URL, Store, StoreError
+
+app = typer.Typer(
+    help="Reads the checkpoint streams of vLLM engines into a store and traces.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+NO_REPLAY: Final = "none"
+STATUSES: Final = (OPEN, FINISHED, ENGINE_LOST)
+STAGES: Final = (PINNED, PROMOTED, PUBLISHED, DISCARDED, EVICTED, GONE)
+UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+StoreOption = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        envvar=f"{ENV_PREFIX}STORE",
+        help="sqlite:///PATH or postgresql://USER@HOST/DATABASE.",
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="One line of JSON, the last of stdout.")
+]
+LimitOption = Annotated[int, typer.Option(min=1, help="At most so many, latest first.")]
+
+
+@app.command()
+def run(
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file; see event_consumer/settings.py.")
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="An engine's stream: tcp://, ipc:// or dns+tcp://."),
+    ] = None,
+    replay: Annotated[
+        list[str] | None,
+        typer.Option(help="Its replay endpoint, or `none`; one for each --endpoint."),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="sqlite:///PATH or postgresql://USER@HOST/DATABASE "
+            f"[default: {DEFAULT_URL}]"
+        ),
+    ] = None,
+    otlp: Annotated[
+        str | None, typer.Option(help="OTLP collector, http://HOST:4317 or :4318.")
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of /healthz and /metrics, or `off`."),
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning, error.")] = (
+        "info"
+    ),
+) -> None:
+    """Consume until SIGTERM or SIGINT. SIGHUP reads the list of endpoints again."""
+    # The SDK and gRPC are imported only where they are needed: queries start fast.
+    from event_consumer.run import serve
+
+    _start_logging(log_level)
+    given: dict[str, Any] = {"store": store, "otlp": otlp, "http": http}
+    given = {name: value for name, value in given.items() if value is not None}
+    if endpoint or replay:
+        given["endpoints"] = _pair(endpoint or [], replay or [])
+
+    def load():  # type: ignore[no-untyped-def]
+        return load_settings(config, os.environ, **given)
+
+    gc.freeze()
+    asyncio.run(serve(load(), reload=load, config=config))
+
+
+def _query(
+    find: Callable[[Store, Filter], list[Row]], name: str, columns: dict[str, str]
+) -> Callable[..., None]:
+    """A command that filters requests."""
+
+    def command(
+        store: StoreOption = DEFAULT_URL,
+        request: Annotated[
+            str | None, typer.Option(help="Request id, external id or trace id.")
+        ] = None,
+        session: Annotated[
+            str | None, typer.Option(help="Session or conversation id.")
+        ] = None,
+        engine: Annotated[str | None, typer.Option(help="Engine id.")] = None,
+        label: Annotated[str | None, typer.Option(help="Label of the engine.")] = None,
+        status: Annotated[
+            str | None, typer.Option(help="open, finished or engine_lost.")
+        ] = None,
+        stage: Annotated[
+            str | None,
+            typer.Option(
+                help="Has a checkpoint that is now pinned, promoted, published, "
+                "discarded, evicted or gone."
+            ),
+        ] = None,
+        reason: Annotated[
+            str | None,
+            typer.Option(help="Why it left no checkpoint, or why one of its went."),
+        ] = None,
+        kind: Annotated[
+            str | None, typer.Option(help="Has a checkpoint of this boundary kind.")
+        ] = None,
+        limited_by: Annotated[
+            str | None, typer.Option(help="What limited its reuse.")
+        ] = None,
+        source: Annotated[
+            str | None, typer.Option(help="Kind of checkpoint it resumed from.")
+        ] = None,
+        max_hits: Annotated[
+            int | None,
+            typer.Option(help="Has a checkpoint that was hit at most so often."),
+        ] = None,
+        min_depth: Annotated[
+            int | None, typer.Option(help="Reused at least so many tokens.")
+        ] = None,
+        max_depth: Annotated[
+            int | None, typer.Option(help="Reused at most so many tokens.")
+        ] = None,
+        min_prefilled: Annotated[
+            int | None, typer.Option(help="Prefilled at least so many prompt tokens.")
+        ] = None,
+        min_recomputed: Annotated[
+            int | None,
+            typer.Option(
+                help="Prefilled at least so many tokens that attention had cached."
+            ),
+        ] = None,
+        incomplete: Annotated[
+            bool | None,
+            typer.Option(help="Whether events of it may be missing."),
+        ] = None,
+        since: Annotated[
+            str | None, typer.Option(help="90s, 15m, 2h, 7d, or an ISO 8601 time.")
+        ] = None,
+        limit: LimitOption = DEFAULT_LIMIT,
+        as_json: JsonOption = False,
+    ) -> None:
+        which = Filter(
+            request=request,
+            session=session,
+            engine=engine,
+            label=label,
+            status=_one_of("--status", status, STATUSES),
+            stage=_one_of("--stage", stage, STAGES),
+            reason=reason,
+            kind=kind,
+            limited_by=limited_by,
+            source=source,
+            max_hits=max_hits,
+            min_depth=min_depth,
+            max_depth=max_depth,
+            min_prefilled=min_prefilled,
+            min_recomputed=min_recomputed,
+            incomplete=incomplete,
+            since_ns=_since(since),
+            limit=limit,
+        )
+        with Store(store, read_only=True) as opened:
+            rows = find(opened, which)
+        if as_json:
+            _print_json({name: rows})
+        else:
+            _print_table(rows, columns)
+
+    return command
+
+
+app.command("requests", help="Requests: what each reused, and what it left.")(
+    _query(
+        find_requests,
+        "requests",
+        {
+            "external_request_id": "request",
+            "label": "label",
+            "status": "status",
+            "num_prompt_tokens": "prompt",
+            "num_cached_tokens": "reused",
+            "num_output_tokens": "output",
+            "finish_reason": "finish",
+            "retained_boundary": "retained",
+            "no_checkpoint_reason": "why none",
+        },
+    )
+)
+app.command("conversations", help="Conversations, turn by turn.")(
+    _query(
+        find_conversations,
+        "conversations",
+        {
+            "conversation_id": "conversation",
+            "num_requests": "turns",
+            "num_prompt_tokens": "prompt",
+            "num_cached_tokens": "reused",
+            "hit_rate": "hit rate",
+        },
+    )
+)
+app.command("traces", help="Traces: the spans of requests and their checkpoints.")(
+    _query(
+        find_traces,
+        "traces",
+        {
+            "trace_id": "trace",
+            "external_request_id": "request",
+            "num_cached_tokens": "reused",
+            "num_prefilled_tokens": "prefilled",
+            "num_recomputed_tokens": "recomputed",
+            "hit_limited_by": "limited by",
+            "retained_boundary": "retained",
+            "no_checkpoint_reason": "why none",
+        },
+    )
+)
+
+
+@app.command()
+def health(store: StoreOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
+    """How the streams are. Exit code 1 where a gap is open."""
+    with Store(store, read_only=True) as opened:
+        found = find_health(opened)
+    if as_json:
+        _print_json(found)
+    else:
+        print(_health_in_words(found))
+        _print_table(
+            found["streams"],
+            {
+                "endpoint": "endpoint",
+                "state": "state",
+                "applied_seq": "applied",
+                "num_events": "events",
+                "num_replayed": "replayed",
+                "num_lost": "lost",
+                "num_dropped": "dropped",
+            },
+        )
+        for gap in found["gaps"]:
+            batches = f"[{gap['first_seq']}, {gap['end_seq']})"
+            print(f"{gap['status']}: batches {batches} of {gap['endpoint']}")
+    raise typer.Exit(0 if found["healthy"] else 1)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        code = app(standalone_mode=False)
+    except SettingsError as error:
+        _fail(str(error), 2)
+    except StoreError as error:
+        _fail(f"{str(error)[0].upper()}{str(error)[1:]}", 1)
+    except typer.Abort:
+        _fail("Interrupted.", 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a usage error of the parser
+            raise
+        _fail(error.format_message(), 2)
+    sys.exit(code or 0)
+
+
+def _fail(sentence: str, code: int) -> NoReturn:
+    print(f"event-consumer: {sentence}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _pair(endpoints: list[str], replays: list[str]) -> list[dict[str, str | None]]:
+    """One ``--replay`` belongs to each ``--endpoint``, in order."""
+    if len(endpoints) != len(replays):
+        raise SettingsError(
+            f"There are {len(endpoints)} --endpoint and {len(replays)} --replay: give "
+            f"one --replay for each --endpoint (`--replay {NO_REPLAY}` where the "
+            "engine has none)."
+        )
+    return [
+        {"endpoint": endpoint, "replay": None if replay == NO_REPLAY else replay}
+        for endpoint, replay in zip(endpoints, replays, strict=True)
+    ]
+
+
+def _start_logging(level: str) -> None:
+    names = {"debug", "info", "warning", "error"}
+    if level.lower() not in names:
+        raise SettingsError(
+            f"--log-level is {level!r}, and must be one of {', '.join(sorted(names))}."
+        )
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+    )
+
+
+def _one_of(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
+    if value is None or value in known:
+        return value
+    near = difflib.get_close_matches(value, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(known)}."
+    raise SettingsError(f"{option} {value!r} is not known: {hint}")
+
+
+def _since(value: str | None) -> int | None:
+    """Nanoseconds since the epoch; an age counts back from now."""
+    if value is None:
+        return None
+    age = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value)
+    if age:
+        return time.time_ns() - int(float(age[1]) * UNITS_S[age[2]] * 1e9)
+    with suppress(ValueError):
+        at = datetime.fromisoformat(value)
+        return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1e9)
+    raise SettingsError(
+        f"--since {value!r} is no age and no time: write 90s, 15m, 2h, 7d or "
+        "2026-01-31T12:00:00Z."
+    )
+
+
+def _print_json(value: Row) -> None:
+    print(json.dumps(value, separators=(", ", ": ")))
+
+
+def _print_table(rows: list[Row], columns: dict[str, str]) -> None:
+    if not rows:
+        print("Nothing found.")
+        return
+    cells = [list(columns.values())]
+    cells += [[_cell(row[name]) for name in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
+        print("  ".join(padded).rstrip())
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:.1%}" if isinstance(value, float) else str(value)
+    # Ids come from clients: a terminal must not obey them.
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _health_in_words(found: Row) -> str:
+    sentences = {
+        "ok": "Every stream is whole.",
+        "empty": "No stream has been read yet.",
+        "lossy": "Nothing is missing now, but something was lost before.",
+        "gapped": "A gap is open: batches are missing and not given up yet.",
+    }
+    return sentences[found["status"]]
+
+
+if __name__ == "__main__":
+    main()

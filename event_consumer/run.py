@@ -1,0 +1,106 @@
+"""Puts the service together: store, export, status server, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Final
+
+from event_consumer.http_status import StatusServer
+from event_consumer.metrics import CheckpointMetrics, StreamHealth
+from event_consumer.otlp import OtlpSettings, OtlpSettingsError
+from event_consumer.service import Service, install_signals
+from event_consumer.settings import ConsumerSettings, SettingsError
+from event_consumer.store import Store, StoreError
+from event_consumer.tracing import RequestTracer
+
+logger = logging.getLogger(__name__)
+
+EXPORT_DRAIN_S: Final = 5.0
+"""How long the end waits for a collector."""
+
+
+async def serve(
+    settings: ConsumerSettings,
+    *,
+    reload: Callable[[], ConsumerSettings] | None = None,
+    config: Path | None = None,
+) -> None:
+    """Run the service until it is told to stop.
+
+    Raises:
+        SettingsError: a setting cannot be used.
+        StoreError: the store, or the address of the status server, cannot be had.
+    """
+    otlp = _otlp(settings)
+    stop = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(Store(settings.store))
+        service: Service | None = None
+
+        def streams() -> list[StreamHealth]:
+            found = service.intake.stream_health() if service else []
+            return [StreamHealth(*each) for each in found]
+
+        tracer = None
+        if otlp is not None:
+            tracer = RequestTracer(otlp)
+            stack.push_async_callback(_in_thread, tracer.shutdown, EXPORT_DRAIN_S)
+        metrics = CheckpointMetrics(
+            otlp, streams=streams, exports=tracer.stats if tracer else tuple
+        )
+        stack.push_async_callback(_in_thread, metrics.shutdown, EXPORT_DRAIN_S)
+        service = Service(
+            settings,
+            store,
+            [tracer] if tracer else [],
+            counter=metrics,
+            reload=reload,
+            config=config,
+        )
+        await _serve_status(stack, settings, service, metrics)
+        install_signals(service, stop)
+        logger.info(
+            "Reading %d endpoint(s) into %s.", len(settings.endpoints), store.name
+        )
+        await service.run(stop)
+        logger.info("Stopped in order.")
+
+
+async def _serve_status(
+    stack: AsyncExitStack,
+    settings: ConsumerSettings,
+    service: Service,
+    metrics: CheckpointMetrics,
+) -> None:
+    address = settings.http_address()
+    if address is None:
+        return
+    server = StatusServer(service.problems, metrics.prometheus)
+    host, port = address
+    try:
+        port = await server.start(host, port)
+    except OSError as error:
+        raise StoreError(
+            f"the status server cannot listen on {settings.http} "
+            f"({error.strerror or error}): choose another --http HOST:PORT, or off"
+        ) from None
+    stack.push_async_callback(server.stop)
+    logger.info("Status on http://%s:%d/healthz and /metrics.", host, port)
+
+
+def _otlp(settings: ConsumerSettings) -> OtlpSettings | None:
+    try:
+        return OtlpSettings.from_environ(
+            os.environ, settings.otlp, settings.otlp_protocol
+        )
+    except OtlpSettingsError as error:
+        raise SettingsError(str(error)) from None
+
+
+async def _in_thread(work: Callable[[float], object], timeout_s: float) -> None:
+    await asyncio.to_thread(work, timeout_s)
