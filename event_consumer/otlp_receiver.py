@@ -63,6 +63,11 @@ _SERVICES: Final[dict[str, tuple[Any, Any]]] = {
         metrics_service.ExportMetricsServiceResponse,
     ),
 }
+_REJECTED_FIELD: Final = {
+    "traces": "rejected_spans",
+    "logs": "rejected_log_records",
+    "metrics": "rejected_data_points",
+}
 _HTTP_STATUS: Final = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
@@ -181,6 +186,7 @@ class OtlpReceiver:
         self._headers: list[dict[str, str]] = []
         self._failures: dict[str, list[grpc.StatusCode]] = {s: [] for s in _SERVICES}
         self._refused: dict[str, grpc.StatusCode] = {}
+        self._num_to_reject = dict.fromkeys(_SERVICES, 0)
         self._may_answer = threading.Event()
         self._may_answer.set()
         self.num_calls = 0
@@ -287,6 +293,12 @@ class OtlpReceiver:
             else:
                 self._refused[signal_name] = code
 
+    def reject(self, signal_name: str, count: int) -> None:
+        """Say of the next call that ``count`` of its items were thrown away
+        (partial success)."""
+        with self._changed:
+            self._num_to_reject[signal_name] = count
+
     def pause(self) -> None:
         """Let calls hang, as a stuck collector does, until :meth:`resume`."""
         self._may_answer.clear()
@@ -332,6 +344,17 @@ class OtlpReceiver:
             self._changed.notify_all()
         return None
 
+    def _response(self, signal_name: str) -> Any:
+        """The answer to a call that was accepted."""
+        _, response_type = _SERVICES[signal_name]
+        response = response_type()
+        with self._changed:
+            count = self._num_to_reject[signal_name]
+            self._num_to_reject[signal_name] = 0
+        if count:
+            setattr(response.partial_success, _REJECTED_FIELD[signal_name], count)
+        return response
+
     def _kept(self, signal_name: str) -> list[Any]:
         with self._changed:
             return list(self._messages[signal_name])
@@ -362,8 +385,6 @@ class OtlpReceiver:
 
 
 def _servicer(receiver: OtlpReceiver, signal_name: str, base: type) -> Any:
-    _, response = _SERVICES[signal_name]
-
     class Servicer(base):  # type: ignore[misc]
         def Export(self, request: Message, context: grpc.ServicerContext) -> Message:
             code = receiver._accept(
@@ -373,7 +394,7 @@ def _servicer(receiver: OtlpReceiver, signal_name: str, base: type) -> Any:
             )
             if code is not None:
                 context.abort(code, "told to fail")
-            return response()
+            return receiver._response(signal_name)
 
     return Servicer()
 
@@ -392,7 +413,7 @@ class _HttpHandler(BaseHTTPRequestHandler):
         signal_name = self.path.rsplit("/", 1)[-1]
         if self.path != f"/v1/{signal_name}" or signal_name not in _SERVICES:
             return self._answer(404, b"no such path: /v1/traces, /v1/logs, /v1/metrics")
-        request, response = _SERVICES[signal_name]
+        request, _ = _SERVICES[signal_name]
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
         try:
@@ -402,7 +423,8 @@ class _HttpHandler(BaseHTTPRequestHandler):
         code = self.server.receiver._accept(signal_name, message, self.headers.items())
         if code is not None:
             return self._answer(_HTTP_STATUS.get(code, 500), b"told to fail")
-        return self._answer(200, response().SerializeToString())
+        response = self.server.receiver._response(signal_name)
+        return self._answer(200, response.SerializeToString())
 
     def do_GET(self) -> None:
         receiver = self.server.receiver

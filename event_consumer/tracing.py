@@ -32,7 +32,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.resources import (
+    SERVICE_NAME,
+    SERVICE_VERSION,
+    OTELResourceDetector,
+    Resource,
+)
 from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
 from opentelemetry.trace.span import TraceState
 
@@ -115,10 +120,8 @@ def consumer_resource() -> Resource:
         package_version = version("vllm-fork")
     except PackageNotFoundError:
         package_version = "unknown"
-    # Later ones win in a merge.
-    return Resource(
-        {SERVICE_NAME: names.SERVICE_NAME, SERVICE_VERSION: package_version}
-    ).merge(Resource.create({SERVICE_NAME: names.SERVICE_NAME}))
+    own = {SERVICE_NAME: names.SERVICE_NAME, SERVICE_VERSION: package_version}
+    return Resource.create({**own, **OTELResourceDetector().detect().attributes})
 
 
 class RequestTracer:
