@@ -59,7 +59,6 @@ MAX_LIVE_CHECKPOINTS: Final = 65_536
 LINGER_NS: Final = 5_000_000_000
 """How long an ended request waits for the end of its checkpoints."""
 
-NEVER_ADMITTED: Final = "never_admitted"
 UNOBSERVED: Final = "unobserved"
 """Eviction reason of a checkpoint that cannot be there any more: more are said to
 live than the engine has blocks, so the event that said so was lost."""
@@ -427,7 +426,9 @@ class Ledger:
         request.source_boundary = event.source_boundary
         if source is not None:
             life.source = source.checkpoint
-        if request.session_id is None:
+        # A conversation goes on where an answer is continued. Other sources (a system
+        # prompt that all share) join what does not belong together.
+        if request.session_id is None and event.source_checkpoint_id is not None:
             chain = source.conversation_id if source is not None else None
             request.conversation_id = chain or f"{request.engine_id}/{source_id}"
 
@@ -444,9 +445,8 @@ class Ledger:
         return live
 
     def _request_finished(self, epoch: _Epoch, event: RequestFinished) -> None:
-        life = self._life(
-            epoch, event, first=event.no_checkpoint_reason == NEVER_ADMITTED
-        )
+        # Aborted before its admission, it has no other event.
+        life = self._life(epoch, event, first=event.num_output_tokens == 0)
         if life is None:
             return
         request = life.request
