@@ -1,12 +1,14 @@
 """The entry point by which vLLM loads this project (``vllm.general_plugins``).
 
 vLLM calls :func:`register` once in every process: the front end, the engine, the
-workers. It wraps three things and replaces nothing on disk:
+workers. It wraps a few methods and replaces nothing on disk:
 
 - ``EngineArgs.create_engine_config``: settings are checked in the front end, where
   a mistake can be told in one sentence (in the engine process it is a traceback);
 - ``SchedulerConfig.get_scheduler_cls``: the engine gets the scheduler class that
   vLLM resolved, with checkpoints mixed in;
+- ``WorkerBase.__init__``: where states are retained, workers copy whole pages after
+  a hit inside a block (``block_copy``);
 - ``Platform.validate_environ``: our variables are not "unknown". They are not
   registered in ``vllm.envs``, whose names all enter the compile key.
 
@@ -21,15 +23,16 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from vllm_fork import endpoints
+from vllm_fork import block_copy, endpoints
 from vllm_fork.config import (
     ENVIRONMENT_VARIABLES,
     RETENTION_INTERVAL_ENV,
+    SERVE_ENV,
     Settings,
     SettingsError,
     check_data_parallel,
@@ -46,6 +49,12 @@ logger = logging.getLogger(__name__)
 
 PLUGIN_NAME: Final = "vllm_fork"
 """Name of the entry point: what a ``VLLM_PLUGINS`` allow-list must contain."""
+
+SHUTDOWN_TIMEOUT_S: Final = 5
+MISFIT: Final = (
+    "vllm-fork does not fit this version of vLLM ({}): install the one that its "
+    "package metadata names."
+)
 
 _OURS: Final = "_wrapped_by_vllm_fork"
 _ACTIVE: Final = "_checkpoints_active"
@@ -76,11 +85,13 @@ def register() -> None:
         _wrap(EngineArgs, "create_engine_config", _checked_engine_config)
         _wrap(SchedulerConfig, "get_scheduler_cls", _scheduler_with_checkpoints)
         _wrap(Platform, "validate_environ", _validate_environ_without_ours)
+        # A worker (and an engine with its worker inside) has it loaded; elsewhere
+        # importing it would cost seconds for nothing.
+        workers = sys.modules.get("vllm.v1.worker.worker_base")
+        if workers is not None:
+            _wrap(workers.WorkerBase, "__init__", _worker_copying_whole_pages)
     except (ImportError, AttributeError) as error:
-        sentence = (
-            f"vllm-fork does not fit this version of vLLM ({error}): install the one "
-            "that its package metadata names."
-        )
+        sentence = MISFIT.format(error)
         if _is_active_by_environment():
             raise _refusal(sentence) from error
         logger.warning("%s vLLM runs without it.", sentence)
@@ -116,10 +127,21 @@ def _checked_engine_config(original: Any) -> Any:
         self.prefix_cache_retention_interval = retention_interval(
             os.environ.get(RETENTION_INTERVAL_ENV), self.prefix_cache_retention_interval
         )
+        if is_fork_serve():
+            self.otlp_traces_endpoint = tracing_endpoint(
+                os.environ, self.otlp_traces_endpoint
+            )
         with _own_refusals_in_one_sentence():
             config = original(self, *args, **kwargs)
         active = settings.active and check(settings, config)
         setattr(config.scheduler_config, _ACTIVE, active)
+        if is_fork_serve() and settings.events.enabled and not config.shutdown_timeout:
+            config.shutdown_timeout = SHUTDOWN_TIMEOUT_S
+            logger.info(
+                "--shutdown-timeout is %d s (vLLM's 0 would end the engine before it "
+                "has sent its last events).",
+                SHUTDOWN_TIMEOUT_S,
+            )
         return config
 
     return create_engine_config
@@ -135,6 +157,39 @@ def front_end_settings(additional_config: object) -> Settings:
         return load_settings(os.environ, additional_config)
     except SettingsError as error:
         raise _refusal(str(error)) from None
+
+
+def is_fork_serve() -> bool:
+    """Whether this process belongs to ``vllm-fork serve``."""
+    return os.environ.get(SERVE_ENV) == "1"
+
+
+def tracing_endpoint(
+    environ: MutableMapping[str, str], given: str | None
+) -> str | None:
+    """What vLLM's ``--otlp-traces-endpoint`` should be, where none is ``given``.
+
+    Without it vLLM keeps a request's trace headers from the engine, and the events
+    could not name the caller's trace. Taken from OpenTelemetry's own variables,
+    with the protocol that they name.
+    """
+    exporter = environ.get("OTEL_TRACES_EXPORTER", "otlp")
+    if given or exporter != "otlp" or environ.get("OTEL_SDK_DISABLED") == "true":
+        return given
+    endpoint = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    base = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if not endpoint and not base:
+        return None
+    protocol = environ.setdefault(
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+        environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
+    )
+    if not endpoint:
+        endpoint = base
+        if base and protocol != "grpc":
+            endpoint = base.rstrip("/") + "/v1/traces"
+    logger.info("--otlp-traces-endpoint is %s, from the environment.", endpoint)
+    return endpoint
 
 
 def retention_interval(variable: str | None, flag: int | None) -> int | None:
@@ -171,13 +226,6 @@ def check(settings: Settings, config: VllmConfig) -> bool:
     Raises:
         StartRefused: one sentence.
     """
-    try:
-        importlib.import_module("vllm_fork.scheduler")
-    except (ImportError, AttributeError) as error:
-        raise _refusal(
-            f"vllm-fork does not fit this version of vLLM ({error}): install the one "
-            "that its package metadata names."
-        ) from error
     retain = settings.retain
     if retain:
         decision = decide(config)
@@ -194,7 +242,19 @@ def check(settings: Settings, config: VllmConfig) -> bool:
             )
     if settings.events.enabled:
         _check_events(settings, config)
+    if retain or settings.events.enabled:
+        _check_fit(retain)
     return retain or settings.events.enabled
+
+
+def _check_fit(retain: bool) -> None:
+    """Do here what would fail in the engine or in a worker."""
+    try:
+        importlib.import_module("vllm_fork.scheduler")
+        if retain:
+            block_copy.install()
+    except (ImportError, AttributeError) as error:
+        raise _refusal(MISFIT.format(error)) from error
 
 
 def _check_events(settings: Settings, config: VllmConfig) -> None:
@@ -272,6 +332,15 @@ def _scheduler_with_checkpoints(original: Any) -> Any:
         return with_checkpoints(stock)
 
     return get_scheduler_cls
+
+
+def _worker_copying_whole_pages(original: Any) -> Any:
+    def __init__(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if load_settings(os.environ, vllm_config.additional_config).retain:
+            block_copy.install()
+
+    return __init__
 
 
 # -- every process -------------------------------------------------------------

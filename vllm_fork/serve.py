@@ -1,0 +1,51 @@
+"""``vllm-fork serve``: ``vllm serve`` with retention and its events on.
+
+The arguments are vLLM's own, all of them. What differs is the environment
+(``VLLM_FORK_SERVE=1``, which every process of the server inherits) and that whatever
+is wrong is told in one sentence before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from vllm_fork.activation import why_inactive
+from vllm_fork.config import SERVE_ENV, SettingsError, load_settings
+
+
+class ServeError(Exception):
+    """The server was not started; the message is one sentence."""
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Run ``vllm serve`` in this process until it ends.
+
+    Raises:
+        ServeError: not started, and why.
+    """
+    os.environ[SERVE_ENV] = "1"
+    problem = why_inactive(os.environ)
+    if problem:
+        raise ServeError(problem)
+    try:
+        load_settings(os.environ)
+    except SettingsError as error:
+        raise ServeError(str(error)) from None
+    try:
+        from vllm.entrypoints.cli.main import main
+    except ImportError as error:
+        raise ServeError(
+            f"vLLM cannot be imported ({error}): install vllm-fork[cuda] or "
+            "vllm-fork[cpu]."
+        ) from None
+
+    from vllm_fork import plugin
+
+    plugin.serving_pid = os.getpid()
+    sys.argv = ["vllm", "serve", *arguments]
+    try:
+        main()
+    except plugin.StartRefused as error:
+        raise ServeError(str(error)) from None
