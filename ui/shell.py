@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from ui import formatting, settings, stream_state
 from ui.components.record_table import Link
 from ui.connection import StoreConnection, StoreError
 from ui.queries import Queries
+from ui.recent import RecentAnswers
 
 HERE: Final = Path(__file__).parent
 LOGO: Final = str(HERE / "logo.svg")
@@ -75,6 +76,14 @@ def queries() -> Queries:
         StoreError: the configured URL is not that of a store.
     """
     return _queries(configured().store_url)
+
+
+_recent = RecentAnswers()
+
+
+def recent(question: Hashable, compute: Callable[[], Any]) -> Any:
+    """The answer to a costly ``question`` about the store, a moment old at most."""
+    return _recent.ask((configured().store_url, question), compute)
 
 
 # -- links ----------------------------------------------------------------
