@@ -8,46 +8,40 @@ command or the configuration is wrong. Errors are one sentence.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import gc
-import json
 import logging
 import os
-import re
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
+from event_consumer.cli_options import (
+    STAGES,
+    STATUSES,
+    JsonOption,
+    LimitOption,
+    StoreOption,
+    one_of,
+    parse_time,
+    plain,
+    print_json,
+)
 from event_consumer.queries import (
     DEFAULT_LIMIT,
     Filter,
     Row,
     find_conversations,
     find_requests,
-    find_traces,
 )
 from event_consumer.queries import (
     health as find_health,
 )
-from event_consumer.records import (
-    DISCARDED,
-    ENGINE_LOST,
-    EVICTED,
-    FINISHED,
-    GONE,
-    OPEN,
-    PINNED,
-    PROMOTED,
-    PUBLISHED,
-)
-from event_consumer.settings import ENV_PREFIX, SettingsError, load_settings
+from event_consumer.settings import SettingsError, load_settings
 from event_consumer.store import DEFAULT_URL, Store, StoreError
+from event_consumer.traces_cli import traces
 
 app = typer.Typer(
     help="Reads the checkpoint streams of vLLM engines into a store and traces.",
@@ -58,22 +52,6 @@ app = typer.Typer(
 )
 
 NO_REPLAY: Final = "none"
-STATUSES: Final = (OPEN, FINISHED, ENGINE_LOST)
-STAGES: Final = (PINNED, PROMOTED, PUBLISHED, DISCARDED, EVICTED, GONE)
-UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-
-StoreOption = Annotated[
-    str,
-    typer.Option(
-        "--store",
-        envvar=f"{ENV_PREFIX}STORE",
-        help="sqlite:///PATH or postgresql://USER@HOST/DATABASE.",
-    ),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="One line of JSON, the last of stdout.")
-]
-LimitOption = Annotated[int, typer.Option(min=1, help="At most so many, latest first.")]
 
 
 @app.command()
@@ -196,8 +174,8 @@ def _query(
             session=session,
             engine=engine,
             label=label,
-            status=_one_of("--status", status, STATUSES),
-            stage=_one_of("--stage", stage, STAGES),
+            status=one_of("--status", status, STATUSES),
+            stage=one_of("--stage", stage, STAGES),
             reason=reason,
             kind=kind,
             limited_by=limited_by,
@@ -208,13 +186,13 @@ def _query(
             min_prefilled=min_prefilled,
             min_recomputed=min_recomputed,
             incomplete=incomplete,
-            since_ns=_since(since),
+            since_ns=parse_time("--since", since),
             limit=limit,
         )
         with Store(store, read_only=True) as opened:
             rows = find(opened, which)
         if as_json:
-            _print_json({name: rows})
+            print_json({name: rows})
         else:
             _print_table(rows, columns)
 
@@ -251,22 +229,7 @@ app.command("conversations", help="Conversations, turn by turn.")(
         },
     )
 )
-app.command("traces", help="Traces: the spans of requests and their checkpoints.")(
-    _query(
-        find_traces,
-        "traces",
-        {
-            "trace_id": "trace",
-            "external_request_id": "request",
-            "num_cached_tokens": "reused",
-            "num_prefilled_tokens": "prefilled",
-            "num_recomputed_tokens": "recomputed",
-            "hit_limited_by": "limited by",
-            "retained_boundary": "retained",
-            "no_checkpoint_reason": "why none",
-        },
-    )
-)
+app.command("traces")(traces)
 
 
 @app.command()
@@ -275,7 +238,7 @@ def health(store: StoreOption = DEFAULT_URL, as_json: JsonOption = False) -> Non
     with Store(store, read_only=True) as opened:
         found = find_health(opened)
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         print(_health_in_words(found))
         _print_table(
@@ -348,34 +311,6 @@ def _start_logging(level: str) -> None:
     )
 
 
-def _one_of(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
-    if value is None or value in known:
-        return value
-    near = difflib.get_close_matches(value, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(known)}."
-    raise SettingsError(f"{option} {value!r} is not known: {hint}")
-
-
-def _since(value: str | None) -> int | None:
-    """Nanoseconds since the epoch; an age counts back from now."""
-    if value is None:
-        return None
-    age = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value)
-    if age:
-        return time.time_ns() - int(float(age[1]) * UNITS_S[age[2]] * 1e9)
-    with suppress(ValueError):
-        at = datetime.fromisoformat(value)
-        return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1e9)
-    raise SettingsError(
-        f"--since {value!r} is no age and no time: write 90s, 15m, 2h, 7d or "
-        "2026-01-31T12:00:00Z."
-    )
-
-
-def _print_json(value: Row) -> None:
-    print(json.dumps(value, separators=(", ", ": ")))
-
-
 def _print_table(rows: list[Row], columns: dict[str, str]) -> None:
     if not rows:
         print("Nothing found.")
@@ -392,8 +327,7 @@ def _cell(value: object) -> str:
     if value is None:
         return "-"
     text = f"{value:.1%}" if isinstance(value, float) else str(value)
-    # Ids come from clients: a terminal must not obey them.
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return plain(text)
 
 
 def _health_in_words(found: Row) -> str:

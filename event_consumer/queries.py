@@ -79,7 +79,8 @@ class Filter:
         }
         wanted += [column == v for column, v in equals.items() if v is not None]
         cached = requests.c.num_cached_tokens
-        prefilled = requests.c.num_prompt_tokens - cached
+        external = func.coalesce(requests.c.num_external_tokens, 0)
+        prefilled = requests.c.num_prompt_tokens - cached - external
         recomputed = requests.c.shared_prefix_boundary - cached
         at_least = [
             (cached, self.min_depth),
@@ -160,27 +161,9 @@ def find_conversations(store: Store, which: Filter) -> list[Row]:
         ids = list(latest.scalars())
         turns = _requests(connection, requests.c.conversation_id.in_(ids), None)
     by_id: dict[str, list[Row]] = defaultdict(list)
-    for turn in sorted(turns, key=_begin):
+    for turn in sorted(turns, key=begin_ns):
         by_id[turn["conversation_id"]].append(turn)
     return [_conversation(one, by_id[one]) for one in ids]
-
-
-def find_traces(store: Store, which: Filter) -> list[Row]:
-    """Traces of requests, the latest first: the request's span, one span a
-    checkpoint, and the link to the span of the checkpoint it resumed from."""
-    with store.reading() as connection:
-        found = _requests(connection, which.condition(), which.limit)
-        sources = {
-            (row["engine_id"], row["source_checkpoint_id"])
-            for row in found
-            if row["source_checkpoint_id"] is not None
-        }
-        key = tuple_(checkpoints.c.engine_id, checkpoints.c.checkpoint_id)
-        links = {
-            (row["engine_id"], row["checkpoint_id"]): row
-            for row in _rows(connection, checkpoints, key.in_(sources))
-        }
-    return [_trace(row, links) for row in found]
 
 
 def health(store: Store) -> Row:
@@ -266,7 +249,7 @@ def _requests(
     return found
 
 
-def _begin(request: Row) -> int:
+def begin_ns(request: Row) -> int:
     """When a request began, as far as is known."""
     return request["arrival_ns"] or request["admitted_ns"] or request["last_event_ns"]
 
@@ -278,86 +261,11 @@ def _conversation(conversation_id: str, turns: list[Row]) -> Row:
         "conversation_id": conversation_id,
         "session_id": turns[0]["session_id"],
         "labels": sorted({turn["label"] for turn in turns}),
-        "first_ns": _begin(turns[0]),
+        "first_ns": begin_ns(turns[0]),
         "last_ns": max(turn["last_event_ns"] for turn in turns),
         "num_requests": len(turns),
         "num_prompt_tokens": prompt,
         "num_cached_tokens": cached,
         "hit_rate": cached / prompt if prompt else None,
         "requests": turns,
-    }
-
-
-_TRACE_COLUMNS: Final = (
-    "trace_id",
-    "span_id",
-    "engine_id",
-    "label",
-    "request_id",
-    "external_request_id",
-    "session_id",
-    "conversation_id",
-    "status",
-    "incomplete",
-    "finish_reason",
-    "num_prompt_tokens",
-    "num_cached_tokens",
-    "num_output_tokens",
-    "hit_limited_by",
-    "source_kind",
-    "retained_boundary",
-    "retained_kind",
-    "no_checkpoint_reason",
-)
-
-_STAGES: Final = ("pinned", "promoted", "published", "discarded", "evicted")
-
-
-def _trace(request: Row, links: dict[tuple[str, int], Row]) -> Row:
-    prompt, cached = request["num_prompt_tokens"], request["num_cached_tokens"]
-    known = prompt is not None and cached is not None
-    deeper = request["shared_prefix_boundary"]
-    source = links.get((request["engine_id"], request["source_checkpoint_id"]))
-    return {
-        **{name: request[name] for name in _TRACE_COLUMNS},
-        "start_ns": _begin(request),
-        "end_ns": request["finished_ns"] or request["last_event_ns"],
-        "num_prefilled_tokens": prompt - cached if known else None,
-        "num_recomputed_tokens": (
-            max(0, deeper - cached) if deeper is not None and known else None
-        ),
-        "links": [
-            {
-                "trace_id": source["trace_id"],
-                "span_id": source["span_id"],
-                "request_id": source["request_id"],
-                "checkpoint_id": source["checkpoint_id"],
-                "boundary": source["boundary"],
-            }
-        ]
-        if source
-        else [],
-        "checkpoints": [_checkpoint_span(row) for row in request["checkpoints"]],
-    }
-
-
-def _checkpoint_span(checkpoint: Row) -> Row:
-    times = {s: checkpoint[f"{s}_ns"] for s in _STAGES}
-    known = [at for at in times.values() if at is not None]
-    ended = checkpoint["published_ns"] or checkpoint["discarded_ns"]
-    return {
-        "span_id": checkpoint["span_id"],
-        "checkpoint_id": checkpoint["checkpoint_id"],
-        "boundary": checkpoint["boundary"],
-        "boundary_kind": checkpoint["boundary_kind"],
-        "stage": checkpoint["stage"],
-        "reason": checkpoint["discard_reason"] or checkpoint["eviction_reason"],
-        "num_hits": checkpoint["num_hits"],
-        "start_ns": min(known, default=None),
-        "end_ns": ended or max(known, default=None),
-        "stages": [
-            {"stage": stage, "time_ns": at}
-            for stage, at in times.items()
-            if at is not None
-        ],
     }

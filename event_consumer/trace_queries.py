@@ -1,21 +1,20 @@
 """The questions one asks of the traces, answered from the store.
 
-One :class:`Trace` a request, as ``kv_cache.request`` and its children tell it, plus
+One row a request, as ``kv_cache.request``, its children and its link tell it, plus
 what only the store can know: the turn before it in its conversation, and what befell
-its checkpoints later. SQLAlchemy Core, for SQLite and PostgreSQL; filters, order and
-limit run in the database.
+its checkpoints later. Filters, order and limit run in the database.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    Row,
+    and_,
     case,
     exists,
     func,
@@ -25,143 +24,151 @@ from sqlalchemy import (
     tuple_,
 )
 
+from event_consumer.queries import Filter, Row, begin_ns
 from event_consumer.records import EVICTED
+from event_consumer.store import Store
 from event_consumer.tables import checkpoints, requests
 
-ORDERS: Final = ("newest", "oldest", "reprefilled", "prefilled", "reuse")
-DEFAULT_LIMIT: Final = 50
+ORDERS: Final = ("newest", "oldest", "reprefilled", "prefilled", "depth")
+GROUPS: Final = (
+    "no_checkpoint_reason",
+    "hit_limited_by",
+    "source_kind",
+    "retained_kind",
+    "finish_reason",
+    "status",
+    "label",
+    "model_name",
+)
+"""Columns of ``requests`` that :func:`count_traces_by` may count by."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceFilter:
-    """Which requests; every condition that is given must hold. Tokens are counts of
-    prompt tokens, times nanoseconds since the epoch, ranges half-open.
+class TraceFilter(Filter):
+    """Which traces; every condition that is given must hold.
 
-    ``request``: the client's id or the engine core's. ``session``: the session id,
-    or the conversation id where no session was given. ``stage``: has a checkpoint
-    in that stage now. ``reason``: a checkpoint was discarded or evicted for it, or
-    it is why the request left none. ``min_prefilled``: computed at admission.
-    ``min_reprefilled``: of those, tokens that the turn before had computed already.
-    ``min_recomputed``: of those, tokens whose attention was still cached.
-    ``evicted_before_use``: has a checkpoint that was evicted before any request
-    resumed from it. ``source``: what it resumed from (a source kind);
-    ``resumed_from``: the request that left it.
+    ``resumed_from``: the request (either id) whose checkpoint it resumed from.
+    ``min_reprefilled``: of its prefilled tokens, so many at least had been computed
+    by the turn before it already. ``left_none``: it ended without a checkpoint.
+    ``evicted_before_use``: it left one that was evicted before any request resumed
+    from it. ``until_ns``: last event before.
     """
 
-    request: str | None = None
-    session: str | None = None
-    trace_id: str | None = None
-    engine: str | None = None
-    label: str | None = None
     model: str | None = None
-    status: str | None = None
-    stage: str | None = None
-    reason: str | None = None
-    hit_limited_by: str | None = None
-    source: str | None = None
     resumed_from: str | None = None
-    min_reuse: int | None = None
-    max_reuse: int | None = None
-    min_prefilled: int | None = None
     min_reprefilled: int | None = None
-    min_recomputed: int | None = None
     min_preemptions: int | None = None
-    no_checkpoint: bool = False
+    left_none: bool = False
     evicted_before_use: bool = False
-    incomplete: bool = False
-    since_ns: int | None = None
     until_ns: int | None = None
 
+    def condition(self) -> ColumnElement[bool]:
+        wanted = [super().condition()]
+        if self.model is not None:
+            wanted.append(requests.c.model_name == self.model)
+        if self.resumed_from is not None:
+            names = (
+                requests.c.source_request_id,
+                requests.c.source_external_request_id,
+            )
+            wanted.append(or_(*(name == self.resumed_from for name in names)))
+        if self.min_reprefilled is not None:
+            wanted.append(self.min_reprefilled <= _REPREFILLED)
+        if self.min_preemptions is not None:
+            wanted.append(requests.c.num_preemptions >= self.min_preemptions)
+        if self.left_none:
+            wanted.append(requests.c.no_checkpoint_reason.is_not(None))
+        if self.evicted_before_use:
+            wanted.append(
+                exists().where(
+                    checkpoints.c.engine_id == requests.c.engine_id,
+                    checkpoints.c.request_id == requests.c.request_id,
+                    checkpoints.c.stage == EVICTED,
+                    checkpoints.c.num_hits == 0,
+                )
+            )
+        if self.until_ns is not None:
+            wanted.append(requests.c.last_event_ns < self.until_ns)
+        return and_(*wanted)
 
-@dataclass(frozen=True)
-class Trace:
-    """A request and its checkpoints, as columns of the store, and what follows from
-    them. ``previous`` is the turn before it in its conversation; ``why`` says in
-    words why it had to compute what it computed again, None where it had not."""
 
-    request: dict[str, Any]
-    checkpoints: list[dict[str, Any]]
-    previous: dict[str, Any] | None
-    prefilled_tokens: int | None
-    reprefilled_tokens: int | None
-    recomputed_tokens: int | None
-    why: str | None
+def find_traces(store: Store, which: TraceFilter, order: str = "newest") -> list[Row]:
+    """Traces of requests in ``order`` (one of :data:`ORDERS`).
 
+    ``num_prefilled_tokens``: prompt tokens computed at admission;
+    ``num_reprefilled_tokens``: those of them that the turn before had computed;
+    ``num_recomputed_tokens``: those whose attention was still cached; ``why``: in
+    words, why anything was computed again. ``links`` and ``checkpoints`` are the
+    span's link and its child spans.
 
-def find_traces(
-    connection: Connection,
-    where: TraceFilter,
-    *,
-    order: str = "newest",
-    limit: int = DEFAULT_LIMIT,
-) -> list[Trace]:
-    """The first ``limit`` traces in ``order`` (one of :data:`ORDERS`)."""
+    Raises:
+        StoreError: the store cannot be read.
+    """
     statement = (
         select(
             requests,
-            _PREFILLED.label("prefilled_tokens"),
-            _REPREFILLED.label("reprefilled_tokens"),
-            _RECOMPUTED.label("recomputed_tokens"),
+            _REPREFILLED.label("num_reprefilled_tokens"),
             _previous(_PREVIOUS.c.engine_id).label("previous_engine_id"),
             _previous(_PREVIOUS.c.request_id).label("previous_request_id"),
         )
-        .where(*_conditions(where))
+        .where(which.condition())
         .order_by(*_ORDER_BY[order], requests.c.request_id)
-        .limit(limit)
+        .limit(which.limit)
     )
-    rows = connection.execute(statement).all()
-    of_request = _checkpoints_of(connection, [_key(row) for row in rows])
-    previous = _requests_of(connection, [_previous_key(row) for row in rows])
-    before = _checkpoints_of(connection, list(previous))
+    with store.reading() as connection:
+        rows = [dict(row) for row in connection.execute(statement).mappings()]
+        before = _requests_of(connection, map(_previous_key, rows))
+        ours = _checkpoints_of(connection, [*map(_key, rows), *before])
+        sources = _sources_of(connection, rows)
     return [
         _trace(
             row,
-            of_request.get(_key(row), []),
-            previous.get(_previous_key(row)),
-            before.get(_previous_key(row), []),
+            ours.get(_key(row), []),
+            sources.get((row["engine_id"], row["source_checkpoint_id"])),
+            before.get(_previous_key(row)),
+            ours.get(_previous_key(row), []),
         )
         for row in rows
     ]
 
 
-def count_traces(connection: Connection, where: TraceFilter) -> int:
-    """How many requests match, whatever a limit would show of them."""
-    statement = select(func.count()).select_from(requests).where(*_conditions(where))
-    return connection.scalar(statement) or 0
+def count_traces(store: Store, which: TraceFilter) -> int:
+    """How many match, whatever the limit.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    statement = select(func.count()).select_from(requests).where(which.condition())
+    with store.reading() as connection:
+        return connection.scalar(statement) or 0
 
 
-def count_by(
-    connection: Connection, column: str, where: TraceFilter
-) -> list[tuple[str | None, int]]:
-    """Matching requests by the value of a column of theirs, most frequent first."""
-    group = requests.c[column]
-    number = func.count().label("number")
+def count_traces_by(store: Store, which: TraceFilter, column: str) -> list[Row]:
+    """``{column: value, "num_requests": count}`` for each value of ``column`` (one
+    of :data:`GROUPS`), the most frequent first.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    group, number = requests.c[column], func.count().label("num_requests")
     statement = (
         select(group, number)
-        .where(*_conditions(where))
+        .where(which.condition())
         .group_by(group)
         .order_by(number.desc(), group)
     )
-    return [(value, count) for value, count in connection.execute(statement)]
+    with store.reading() as connection:
+        return [dict(row) for row in connection.execute(statement).mappings()]
 
 
-# What is computed, in SQL.
-
-_CACHED: Final = func.coalesce(requests.c.num_cached_tokens, 0) + func.coalesce(
-    requests.c.num_external_tokens, 0
-)
-
-
-def _at_least_zero(value: ColumnElement[Any]) -> ColumnElement[Any]:
-    return case((value > 0, value), else_=literal(0))
-
+# What is computed in SQL.
 
 _PREVIOUS: Final = requests.alias("previous")
 
 
 def _previous(column: ColumnElement[Any]) -> Any:
     """``column`` of the turn before, of the same label: an A/B pair of engines may
-    play the same conversation."""
+    play one conversation."""
     return (
         select(column)
         .where(
@@ -176,153 +183,184 @@ def _previous(column: ColumnElement[Any]) -> Any:
     )
 
 
-_PREFILLED: Final = _at_least_zero(requests.c.num_prompt_tokens - _CACHED)
-_KNOWN_BEFORE: Final = _previous(
-    _PREVIOUS.c.num_prompt_tokens + func.coalesce(_PREVIOUS.c.num_output_tokens, 0)
+def _at_least_zero(value: ColumnElement[Any]) -> ColumnElement[Any]:
+    return case((value > 0, value), else_=literal(0))
+
+
+_SERVED: Final = func.coalesce(requests.c.num_cached_tokens, 0) + func.coalesce(
+    requests.c.num_external_tokens, 0
 )
+_COMPUTED_BEFORE: Final = func.coalesce(
+    _previous(
+        _PREVIOUS.c.num_prompt_tokens + func.coalesce(_PREVIOUS.c.num_output_tokens, 0)
+    ),
+    0,
+)
+_PREFILLED: Final = _at_least_zero(requests.c.num_prompt_tokens - _SERVED)
 _REPREFILLED: Final = _at_least_zero(
-    func.coalesce(
-        case(
-            (requests.c.num_prompt_tokens > _KNOWN_BEFORE, _KNOWN_BEFORE),
-            else_=case(
-                (_KNOWN_BEFORE.is_(None), literal(0)),
-                else_=requests.c.num_prompt_tokens,
-            ),
+    case(
+        (
+            requests.c.num_prompt_tokens < _COMPUTED_BEFORE,
+            requests.c.num_prompt_tokens,
         ),
-        0,
+        else_=_COMPUTED_BEFORE,
     )
-    - _CACHED
-)
-_RECOMPUTED: Final = _at_least_zero(
-    func.coalesce(requests.c.shared_prefix_boundary, 0)
-    - func.coalesce(requests.c.num_cached_tokens, 0)
+    - _SERVED
 )
 
 _ORDER_BY: Final[dict[str, tuple[Any, ...]]] = {
     "newest": (requests.c.last_event_ns.desc(),),
     "oldest": (requests.c.last_event_ns,),
-    "reprefilled": (_REPREFILLED.desc(), requests.c.last_event_ns.desc()),
-    "prefilled": (_PREFILLED.desc(), requests.c.last_event_ns.desc()),
-    "reuse": (
-        func.coalesce(requests.c.num_cached_tokens, 0).desc(),
-        requests.c.last_event_ns.desc(),
-    ),
-}
-
-
-def _conditions(where: TraceFilter) -> list[ColumnElement[bool]]:
-    given = {
-        field.name: value
-        for field in fields(where)
-        if (value := getattr(where, field.name)) is not None and value is not False
-    }
-    return [_CONDITIONS[name](value) for name, value in given.items()]
-
-
-def _has_checkpoint(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
-    return exists().where(
-        checkpoints.c.engine_id == requests.c.engine_id,
-        checkpoints.c.request_id == requests.c.request_id,
-        *conditions,
-    )
-
-
-_CONDITIONS: Final[dict[str, Any]] = {
-    "request": lambda v: or_(
-        requests.c.request_id == v, requests.c.external_request_id == v
-    ),
-    "session": lambda v: or_(
-        requests.c.session_id == v, requests.c.conversation_id == v
-    ),
-    "trace_id": lambda v: requests.c.trace_id == v,
-    "engine": lambda v: requests.c.engine_id == v,
-    "label": lambda v: requests.c.label == v,
-    "model": lambda v: requests.c.model_name == v,
-    "status": lambda v: requests.c.status == v,
-    "stage": lambda v: _has_checkpoint(checkpoints.c.stage == v),
-    "reason": lambda v: or_(
-        requests.c.no_checkpoint_reason == v,
-        _has_checkpoint(
-            or_(checkpoints.c.discard_reason == v, checkpoints.c.eviction_reason == v)
-        ),
-    ),
-    "hit_limited_by": lambda v: requests.c.hit_limited_by == v,
-    "source": lambda v: requests.c.source_kind == v,
-    "resumed_from": lambda v: or_(
-        requests.c.source_request_id == v, requests.c.source_external_request_id == v
-    ),
-    "min_reuse": lambda v: requests.c.num_cached_tokens >= v,
-    "max_reuse": lambda v: requests.c.num_cached_tokens < v,
-    "min_prefilled": lambda v: v <= _PREFILLED,
-    "min_reprefilled": lambda v: v <= _REPREFILLED,
-    "min_recomputed": lambda v: v <= _RECOMPUTED,
-    "min_preemptions": lambda v: requests.c.num_preemptions >= v,
-    "no_checkpoint": lambda v: requests.c.no_checkpoint_reason.is_not(None),
-    "evicted_before_use": lambda v: _has_checkpoint(
-        checkpoints.c.stage == EVICTED, checkpoints.c.num_hits == 0
-    ),
-    "incomplete": lambda v: requests.c.incomplete.is_(True),
-    "since_ns": lambda v: requests.c.last_event_ns >= v,
-    "until_ns": lambda v: requests.c.last_event_ns < v,
+    "reprefilled": (_REPREFILLED.desc(),),
+    "prefilled": (_PREFILLED.desc(),),
+    "depth": (func.coalesce(requests.c.num_cached_tokens, 0).desc(),),
 }
 
 
 # Reading rows.
 
-_Key = tuple[str, str]
+_Key = tuple[str, Any]
 
 
-def _key(row: Any) -> _Key:
-    return row.engine_id, row.request_id
+def _key(row: Row) -> _Key:
+    return row["engine_id"], row["request_id"]
 
 
-def _previous_key(row: Any) -> _Key:
-    return row.previous_engine_id or "", row.previous_request_id or ""
+def _previous_key(row: Row) -> _Key:
+    return row["previous_engine_id"] or "", row["previous_request_id"]
 
 
-def _requests_of(
-    connection: Connection, keys: Sequence[_Key]
-) -> dict[_Key, dict[str, Any]]:
-    known = [key for key in keys if all(key)]
-    if not known:
-        return {}
+def _requests_of(connection: Connection, keys: Iterable[_Key]) -> dict[_Key, Row]:
     key = tuple_(requests.c.engine_id, requests.c.request_id)
-    rows = connection.execute(select(requests).where(key.in_(known)))
-    return {_key(row): dict(row._mapping) for row in rows}
+    rows = _rows(connection, requests, key, {k for k in keys if k[1] is not None})
+    return {_key(row): row for row in rows}
 
 
 def _checkpoints_of(
-    connection: Connection, keys: Sequence[_Key]
-) -> dict[_Key, list[dict[str, Any]]]:
-    found: dict[_Key, list[dict[str, Any]]] = {}
-    if keys:
-        key = tuple_(checkpoints.c.engine_id, checkpoints.c.request_id)
-        statement = select(checkpoints).where(key.in_(keys))
-        for row in connection.execute(statement.order_by(checkpoints.c.checkpoint_id)):
-            found.setdefault(_key(row), []).append(dict(row._mapping))
+    connection: Connection, keys: Iterable[_Key]
+) -> dict[_Key, list[Row]]:
+    key = tuple_(checkpoints.c.engine_id, checkpoints.c.request_id)
+    found: dict[_Key, list[Row]] = {}
+    rows = _rows(connection, checkpoints, key, set(keys))
+    for row in sorted(rows, key=lambda row: row["checkpoint_id"]):
+        found.setdefault(_key(row), []).append(row)
     return found
 
 
+def _sources_of(connection: Connection, rows: list[Row]) -> dict[_Key, Row]:
+    """The checkpoints that ``rows`` resumed from, where they are still stored."""
+    key = tuple_(checkpoints.c.engine_id, checkpoints.c.checkpoint_id)
+    wanted = {
+        (row["engine_id"], row["source_checkpoint_id"])
+        for row in rows
+        if row["source_checkpoint_id"] is not None
+    }
+    found = _rows(connection, checkpoints, key, wanted)
+    return {(row["engine_id"], row["checkpoint_id"]): row for row in found}
+
+
+def _rows(connection: Connection, table: Any, key: Any, wanted: set[_Key]) -> list[Row]:
+    keys = sorted(wanted)
+    found: list[Row] = []
+    # SQLite takes some 32,000 parameters a statement.
+    for start in range(0, len(keys), 10_000):
+        chunk = select(table).where(key.in_(keys[start : start + 10_000]))
+        found += [dict(row) for row in connection.execute(chunk).mappings()]
+    return found
+
+
+_TRACE_COLUMNS: Final = (
+    "trace_id",
+    "span_id",
+    "engine_id",
+    "label",
+    "model_name",
+    "request_id",
+    "external_request_id",
+    "session_id",
+    "conversation_id",
+    "status",
+    "incomplete",
+    "finish_reason",
+    "num_preemptions",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_external_tokens",
+    "num_output_tokens",
+    "shared_prefix_boundary",
+    "hit_limited_by",
+    "source_kind",
+    "source_request_id",
+    "source_external_request_id",
+    "source_checkpoint_id",
+    "source_boundary",
+    "retained_boundary",
+    "retained_kind",
+    "no_checkpoint_reason",
+)
+
+_STAGES: Final = ("pinned", "promoted", "published", "discarded", "evicted")
+
+
 def _trace(
-    row: Row[Any],
-    own: list[dict[str, Any]],
-    previous: dict[str, Any] | None,
-    before: Iterable[dict[str, Any]],
-) -> Trace:
-    request = {name: row._mapping[name] for name in requests.c.keys()}  # noqa: SIM118
-    return Trace(
-        request=request,
-        checkpoints=own,
-        previous=previous,
-        prefilled_tokens=row.prefilled_tokens,
-        reprefilled_tokens=row.reprefilled_tokens,
-        recomputed_tokens=row.recomputed_tokens,
-        why=_why(request, row.reprefilled_tokens, previous, list(before)),
-    )
+    request: Row,
+    own: list[Row],
+    source: Row | None,
+    previous: Row | None,
+    before: list[Row],
+) -> Row:
+    prompt, cached = request["num_prompt_tokens"], request["num_cached_tokens"]
+    known = prompt is not None and cached is not None
+    attention = request["shared_prefix_boundary"]
+    return {
+        **{name: request[name] for name in _TRACE_COLUMNS},
+        "start_ns": begin_ns(request),
+        "end_ns": request["finished_ns"] or request["last_event_ns"],
+        "num_prefilled_tokens": (
+            max(0, prompt - cached - (request["num_external_tokens"] or 0))
+            if known
+            else None
+        ),
+        "num_reprefilled_tokens": request["num_reprefilled_tokens"],
+        "num_recomputed_tokens": (
+            max(0, attention - cached) if known and attention is not None else None
+        ),
+        "previous_request_id": request["previous_request_id"],
+        "why": _why(request, previous, before),
+        "links": [_link(source)] if source else [],
+        "checkpoints": [_checkpoint_span(row) for row in own],
+    }
+
+
+def _link(source: Row) -> Row:
+    names = ("trace_id", "span_id", "request_id", "checkpoint_id", "boundary")
+    return {name: source[name] for name in names}
+
+
+def _checkpoint_span(checkpoint: Row) -> Row:
+    times = {s: checkpoint[f"{s}_ns"] for s in _STAGES}
+    known = [at for at in times.values() if at is not None]
+    ended = checkpoint["published_ns"] or checkpoint["discarded_ns"]
+    return {
+        "span_id": checkpoint["span_id"],
+        "checkpoint_id": checkpoint["checkpoint_id"],
+        "boundary": checkpoint["boundary"],
+        "boundary_kind": checkpoint["boundary_kind"],
+        "stage": checkpoint["stage"],
+        "reason": checkpoint["discard_reason"] or checkpoint["eviction_reason"],
+        "num_hits": checkpoint["num_hits"],
+        "start_ns": min(known, default=None),
+        "end_ns": ended or max(known, default=None),
+        "stages": [
+            {"stage": stage, "time_ns": at}
+            for stage, at in times.items()
+            if at is not None
+        ],
+    }
 
 
 _LIMITS: Final = {
-    "prompt_end": "everything that could be reused was",
+    "prompt_end": "the last tokens of a prompt are never reused",
     "recurrent_state": "attention was cached deeper than the recurrent state",
     "attention": "the attention blocks were cached no deeper",
     "skipped": "the request did not read the prefix cache",
@@ -330,33 +368,28 @@ _LIMITS: Final = {
 }
 
 
-def _why(
-    request: dict[str, Any],
-    reprefilled: int | None,
-    previous: dict[str, Any] | None,
-    before: list[dict[str, Any]],
-) -> str | None:
-    """Why tokens of the turn before were computed again, in words."""
-    if not reprefilled or previous is None:
+def _why(request: Row, previous: Row | None, before: list[Row]) -> str | None:
+    """Why tokens that the turn before had computed were computed again, in words;
+    None where none were."""
+    if not request["num_reprefilled_tokens"] or previous is None:
         return None
     if previous["engine_id"] != request["engine_id"]:
         return "the turn before ran on another engine"
-    if previous["no_checkpoint_reason"] is not None:
-        return f"the turn before left no checkpoint: {previous['no_checkpoint_reason']}"
-    arrival_ns = request["arrival_ns"] or 0
-    gone = [
-        checkpoint
-        for checkpoint in before
-        if (checkpoint["evicted_ns"] or arrival_ns) < arrival_ns
-    ]
-    if gone and request["source_request_id"] != previous["request_id"]:
-        return (
-            f"the turn before's checkpoint at {gone[-1]['boundary']} was evicted "
-            f"({gone[-1]['eviction_reason']}) before this turn came"
-        )
+    if request["hit_limited_by"] in ("skipped", "connector"):
+        return _LIMITS[request["hit_limited_by"]]
     if request["source_request_id"] == previous["request_id"]:
         return (
             f"the turn before left its checkpoint at {request['source_boundary']}; "
-            "what followed it was not kept"
+            "what came after it was not kept"
         )
+    if previous["no_checkpoint_reason"] is not None:
+        return f"the turn before left no checkpoint: {previous['no_checkpoint_reason']}"
+    arrival_ns = begin_ns(request)
+    for checkpoint in reversed(before):
+        evicted_ns = checkpoint["evicted_ns"]
+        if evicted_ns is not None and evicted_ns < arrival_ns:
+            return (
+                f"the turn before's checkpoint at {checkpoint['boundary']} was evicted "
+                f"({checkpoint['eviction_reason']}) before this turn came"
+            )
     return _LIMITS.get(request["hit_limited_by"] or "")

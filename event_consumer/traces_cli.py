@@ -2,322 +2,257 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
-import sys
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, NoReturn
+from typing import Annotated, Final
 
 import typer
-from sqlalchemy.exc import SQLAlchemyError
 
-from event_consumer.records import (
-    DISCARDED,
-    ENGINE_LOST,
-    EVICTED,
-    FINISHED,
-    GONE,
-    OPEN,
-    PINNED,
-    PROMOTED,
-    PUBLISHED,
+from event_consumer.cli_options import (
+    STAGES,
+    STATUSES,
+    JsonOption,
+    LimitOption,
+    StoreOption,
+    one_of,
+    parse_time,
+    plain,
+    print_json,
 )
-from event_consumer.store import DEFAULT_URL, Store, StoreError
+from event_consumer.queries import DEFAULT_LIMIT, Row
+from event_consumer.records import FINISHED
+from event_consumer.store import DEFAULT_URL, Store
 from event_consumer.trace_queries import (
-    DEFAULT_LIMIT,
+    GROUPS,
     ORDERS,
-    Trace,
     TraceFilter,
-    count_by,
     count_traces,
+    count_traces_by,
     find_traces,
 )
 from vllm_fork.events import (
+    CHECKPOINT_KINDS,
     DISCARD_REASONS,
     EVICTION_REASONS,
     HIT_LIMITS,
     SOURCE_KINDS,
 )
 
-STAGES: Final = (PINNED, PROMOTED, PUBLISHED, DISCARDED, EVICTED, GONE)
-STATUSES: Final = (OPEN, FINISHED, ENGINE_LOST)
 NO_CHECKPOINT_REASONS: Final = (
     "below_block",
     "never_admitted",
     "resumable",
     "disabled",
+)
+REASONS: Final = (
+    *DISCARD_REASONS,
+    *EVICTION_REASONS,
     "unobserved",
+    *NO_CHECKPOINT_REASONS,
 )
-REASONS: Final = (*DISCARD_REASONS, *EVICTION_REASONS, *NO_CHECKPOINT_REASONS)
-OPEN_ENDED_REASON: Final = "unsupported:"
-GROUPS: Final = (
-    "no_checkpoint_reason",
-    "hit_limited_by",
-    "source_kind",
-    "retained_kind",
-    "finish_reason",
-    "status",
-    "label",
-    "model_name",
-)
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-
-_Tokens = Annotated[int | None, typer.Option(min=0, metavar="TOKENS")]
+UNSUPPORTED: Final = "unsupported:"
 
 
 def traces(
-    store: Annotated[
-        str, typer.Option(help="SQLAlchemy URL of the store.", metavar="URL")
-    ] = DEFAULT_URL,
+    store: StoreOption = DEFAULT_URL,
     request: Annotated[
-        str | None, typer.Option(help="Id of the client or of the core.", metavar="ID")
+        str | None, typer.Option(help="Request id, external id or trace id.")
     ] = None,
     session: Annotated[
-        str | None, typer.Option(help="Session or conversation.", metavar="ID")
+        str | None, typer.Option(help="Session or conversation id.")
     ] = None,
-    trace: Annotated[
-        str | None, typer.Option(help="Trace id, 32 hex digits.", metavar="ID")
-    ] = None,
-    engine: Annotated[str | None, typer.Option(metavar="ID")] = None,
-    label: Annotated[str | None, typer.Option(metavar="LABEL")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME")] = None,
-    status: Annotated[str | None, typer.Option(help=" | ".join(STATUSES))] = None,
+    engine: Annotated[str | None, typer.Option(help="Engine id.")] = None,
+    label: Annotated[str | None, typer.Option(help="Label of the engine.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model.")] = None,
+    status: Annotated[str | None, typer.Option(help=", ".join(STATUSES) + ".")] = None,
     stage: Annotated[
         str | None,
-        typer.Option(help="Has a checkpoint that is now: " + " | ".join(STAGES)),
+        typer.Option(help="Has a checkpoint that is now " + ", ".join(STAGES) + "."),
     ] = None,
     reason: Annotated[
         str | None,
         typer.Option(
-            help="A checkpoint was discarded or evicted for it, or it is why there is "
-            "none: " + " | ".join(REASONS) + " | unsupported:WHAT"
+            help="Why it left no checkpoint, or why one of its went: "
+            + ", ".join(REASONS)
+            + f" or {UNSUPPORTED}WHAT."
         ),
     ] = None,
-    hit_limited_by: Annotated[
-        str | None, typer.Option(help=" | ".join(HIT_LIMITS))
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="Has a checkpoint of this kind: " + ", ".join(CHECKPOINT_KINDS) + "."
+        ),
+    ] = None,
+    limited_by: Annotated[
+        str | None,
+        typer.Option(help="What limited its reuse: " + ", ".join(HIT_LIMITS) + "."),
     ] = None,
     source: Annotated[
-        str | None, typer.Option(help="Resumed from: " + " | ".join(SOURCE_KINDS))
+        str | None,
+        typer.Option(help="What it resumed from: " + ", ".join(SOURCE_KINDS) + "."),
     ] = None,
     resumed_from: Annotated[
         str | None,
-        typer.Option(help="Resumed from a checkpoint of this request.", metavar="ID"),
+        typer.Option(help="Resumed from a checkpoint of this request (either id)."),
     ] = None,
-    min_reuse: _Tokens = None,
-    max_reuse: _Tokens = None,
-    min_prefilled: _Tokens = None,
-    min_reprefilled: _Tokens = None,
-    min_recomputed: _Tokens = None,
-    min_preemptions: Annotated[int | None, typer.Option(min=0)] = None,
-    no_checkpoint: Annotated[
-        bool, typer.Option("--no-checkpoint", help="Left no checkpoint behind.")
+    max_hits: Annotated[
+        int | None,
+        typer.Option(help="Has a checkpoint that was hit at most so often."),
+    ] = None,
+    min_depth: Annotated[
+        int | None, typer.Option(help="Reused at least so many tokens.")
+    ] = None,
+    max_depth: Annotated[
+        int | None, typer.Option(help="Reused at most so many tokens.")
+    ] = None,
+    min_prefilled: Annotated[
+        int | None, typer.Option(help="Prefilled at least so many prompt tokens.")
+    ] = None,
+    min_reprefilled: Annotated[
+        int | None,
+        typer.Option(
+            help="Prefilled at least so many that the turn before had computed."
+        ),
+    ] = None,
+    min_recomputed: Annotated[
+        int | None,
+        typer.Option(help="Prefilled at least so many that attention had cached."),
+    ] = None,
+    min_preemptions: Annotated[
+        int | None, typer.Option(help="Was preempted at least so often.")
+    ] = None,
+    left_none: Annotated[
+        bool, typer.Option("--left-none", help="Ended without leaving a checkpoint.")
     ] = False,
     evicted_before_use: Annotated[
         bool,
         typer.Option(
-            "--evicted-before-use", help="Left one that was evicted, never used."
+            "--evicted-before-use", help="Left a checkpoint that was evicted unused."
         ),
     ] = False,
     incomplete: Annotated[
-        bool, typer.Option("--incomplete", help="Some of its events were lost.")
-    ] = False,
+        bool | None, typer.Option(help="Whether events of it may be missing.")
+    ] = None,
     since: Annotated[
-        str | None,
-        typer.Option(help="15m, 2h, 7d ago, or ISO 8601.", metavar="TIME"),
+        str | None, typer.Option(help="90s, 15m, 2h, 7d, or an ISO 8601 time.")
     ] = None,
-    until: Annotated[str | None, typer.Option(metavar="TIME")] = None,
-    order: Annotated[str, typer.Option(help=" | ".join(ORDERS))] = ORDERS[0],
+    until: Annotated[str | None, typer.Option(help="Likewise.")] = None,
+    order: Annotated[str, typer.Option(help=", ".join(ORDERS) + ".")] = ORDERS[0],
     by: Annotated[
-        str | None,
-        typer.Option(help="Count instead, by: " + " | ".join(GROUPS)),
+        str | None, typer.Option(help="Count them by: " + ", ".join(GROUPS) + ".")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000)] = DEFAULT_LIMIT,
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
+    limit: LimitOption = DEFAULT_LIMIT,
+    as_json: JsonOption = False,
 ) -> None:
-    """List the traces that match, newest first: what each request reused, what it
-    left behind, and why."""
-    _check("--status", status, STATUSES)
-    _check("--stage", stage, STAGES)
-    if reason is None or not reason.startswith(OPEN_ENDED_REASON):
-        _check("--reason", reason, REASONS)
-    _check("--hit-limited-by", hit_limited_by, HIT_LIMITS)
-    _check("--source", source, SOURCE_KINDS)
-    _check("--order", order, ORDERS)
-    _check("--by", by, GROUPS)
-    where = TraceFilter(
+    """Traces: what each request reused, what it left behind, and why."""
+    if reason is None or not reason.startswith(UNSUPPORTED):
+        one_of("--reason", reason, REASONS)
+    one_of("--order", order, ORDERS)
+    which = TraceFilter(
         request=request,
         session=session,
-        trace_id=trace.lower().removeprefix("0x") if trace else None,
         engine=engine,
         label=label,
         model=model,
-        status=status,
-        stage=stage,
+        status=one_of("--status", status, STATUSES),
+        stage=one_of("--stage", stage, STAGES),
         reason=reason,
-        hit_limited_by=hit_limited_by,
-        source=source,
+        kind=one_of("--kind", kind, CHECKPOINT_KINDS),
+        limited_by=one_of("--limited-by", limited_by, HIT_LIMITS),
+        source=one_of("--source", source, SOURCE_KINDS),
         resumed_from=resumed_from,
-        min_reuse=min_reuse,
-        max_reuse=max_reuse,
+        max_hits=max_hits,
+        min_depth=min_depth,
+        max_depth=max_depth,
         min_prefilled=min_prefilled,
         min_reprefilled=min_reprefilled,
         min_recomputed=min_recomputed,
         min_preemptions=min_preemptions,
-        no_checkpoint=no_checkpoint,
+        left_none=left_none,
         evicted_before_use=evicted_before_use,
         incomplete=incomplete,
         since_ns=parse_time("--since", since),
         until_ns=parse_time("--until", until),
+        limit=limit,
     )
-    try:
-        with Store(store, read_only=True) as opened, opened.engine.connect() as read:
-            if by is not None:
-                counts = count_by(read, by, where)
-            else:
-                found = find_traces(read, where, order=order, limit=limit)
-                matched = count_traces(read, where)
-    except (StoreError, SQLAlchemyError) as error:
-        _end(1, " ".join(str(error).split()))
-    if by is not None:
-        _print_counts(by, counts, as_json=as_json)
-    else:
-        _print_traces(found, matched, as_json=as_json)
-
-
-def parse_time(option: str, text: str | None) -> int | None:
-    """``15m`` (that long ago) or ISO 8601, local where it names no zone; in
-    nanoseconds since the epoch. Ends the command where it is neither."""
-    if text is None:
-        return None
-    ago = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if ago:
-        return time.time_ns() - int(float(ago[1]) * _SECONDS[ago[2]] * 1e9)
-    try:
-        return int(datetime.fromisoformat(text).timestamp()) * 1_000_000_000
-    except ValueError:
-        _end(
-            2,
-            f"{option} {text!r} is no time: write how long ago (90s, 15m, 2h, 7d) or "
-            f"a date and time (2026-11-29T16:00).",
-        )
-
-
-def _check(option: str, value: str | None, known: Sequence[str]) -> None:
-    if value is None or value in known:
-        return
-    close = difflib.get_close_matches(value, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
-    _end(2, f"{option} {value!r} is not known: {hint}")
-
-
-def _end(code: int, sentence: str) -> NoReturn:
-    print(sentence, file=sys.stderr)
-    raise typer.Exit(code)
-
-
-def _print_counts(
-    by: str, counts: Iterable[tuple[str | None, int]], *, as_json: bool
-) -> None:
+    group = one_of("--by", by, GROUPS)
+    with Store(store, read_only=True) as opened:
+        if group is not None:
+            _print_counts(count_traces_by(opened, which, group), group, as_json)
+            return
+        rows = find_traces(opened, which, order)
+        num_matched = count_traces(opened, which)
     if as_json:
-        groups = [{by: value, "requests": count} for value, count in counts]
-        print(json.dumps({"groups": groups}))
+        print_json({"traces": rows, "num_matched": num_matched})
         return
-    for value, count in counts:
-        print(f"{count:>8}  {value if value is not None else '-'}")
+    for row in rows:
+        print("\n".join(_lines(row)))
+    shown = f" {len(rows)} are shown (--limit)." if num_matched > len(rows) else ""
+    print(f"{num_matched or 'No'} request{'s' * (num_matched != 1)} found.{shown}")
 
 
-def _print_traces(found: Sequence[Trace], matched: int, *, as_json: bool) -> None:
+def _print_counts(rows: list[Row], group: str, as_json: bool) -> None:
     if as_json:
-        listed = [_as_json(trace) for trace in found]
-        print(json.dumps({"traces": listed, "matched": matched}))
+        print_json({"groups": rows})
         return
-    for trace in found:
-        print("\n".join(_lines(trace)))
-    shown = f", {len(found)} shown (--limit)" if matched > len(found) else ""
-    print(f"{matched} request{'s' * (matched != 1)} matched{shown}.")
+    for row in rows:
+        value = row[group]
+        print(f"{row['num_requests']:>9}  {'-' if value is None else plain(value)}")
 
 
-def _as_json(trace: Trace) -> dict[str, Any]:
-    """The request's columns, with what was computed and the checkpoints beside."""
-    computed = asdict(trace)
-    request = computed.pop("request")
-    previous = computed.pop("previous")
-    computed["previous_request_id"] = previous["request_id"] if previous else None
-    return {**request, **computed}
-
-
-def _lines(trace: Trace) -> list[str]:
-    request = trace.request
-    name = _plain(request["external_request_id"] or request["request_id"])
-    label = f" [{_plain(request['label'])}]" if request["label"] else ""
-    session = _plain(request["session_id"] or request["conversation_id"] or "-")
+def _lines(trace: Row) -> list[str]:
+    """One trace in words."""
+    name = plain(trace["external_request_id"] or trace["request_id"])
+    label = f" [{plain(trace['label'])}]" if trace["label"] else ""
+    conversation = plain(trace["conversation_id"] or "-")
+    again = trace["num_reprefilled_tokens"]
     lines = [
-        f"{_clock(request['last_event_ns'])}  {name}{label}  of {session}",
-        f"    reused {_count(request['num_cached_tokens'])} of "
-        f"{_count(request['num_prompt_tokens'])} prompt tokens"
-        f"{_from(request)}; computed {_count(trace.prefilled_tokens)}, "
-        f"{_count(trace.reprefilled_tokens)} of them again",
-        f"    {_left(request)}",
+        f"{_clock(trace['end_ns'])}  {name}{label}  in {conversation}",
+        f"    reused {_count(trace['num_cached_tokens'])} of "
+        f"{_count(trace['num_prompt_tokens'])} prompt tokens{_source(trace)}, "
+        f"prefilled {_count(trace['num_prefilled_tokens'])}"
+        + (f", {again} of them again" if again else ""),
     ]
-    if trace.why is not None:
-        lines.append(f"    why: {trace.why}")
-    lines += [f"    {_checkpoint(checkpoint)}" for checkpoint in trace.checkpoints]
-    if request["incomplete"]:
+    if trace["why"] is not None:
+        lines.append(f"    why: {trace['why']}")
+    lines.append(f"    {_end(trace)}")
+    lines += [f"    {_checkpoint(checkpoint)}" for checkpoint in trace["checkpoints"]]
+    if trace["incomplete"]:
         lines.append("    incomplete: some of its events were lost")
-    lines.append(f"    trace {request['trace_id'] or '-'}")
+    lines.append(f"    trace {trace['trace_id'] or '-'}")
     return lines
 
 
-def _from(request: dict[str, Any]) -> str:
-    if request["source_request_id"] is None:
-        limit = request["hit_limited_by"]
+def _source(trace: Row) -> str:
+    if trace["source_request_id"] is None:
+        limit = trace["hit_limited_by"]
         return f" (limited by {limit})" if limit else ""
-    name = request["source_external_request_id"] or request["source_request_id"]
-    return f" from {_plain(name)}'s {request['source_kind']}"
+    name = trace["source_external_request_id"] or trace["source_request_id"]
+    return f" (from the {trace['source_kind']} of {plain(name)})"
 
 
-def _left(request: dict[str, Any]) -> str:
-    status = request["status"]
-    end = request["finish_reason"] if status == FINISHED else status
-    end = _plain(end or "-")
-    if request["retained_boundary"] is not None:
-        return (
-            f"ended by {end}, left a checkpoint at {request['retained_boundary']} "
-            f"({request['retained_kind']})"
-        )
-    if status != FINISHED:
-        return f"is {end}"
-    return (
-        f"ended by {end}, left none: {_plain(request['no_checkpoint_reason'] or '-')}"
-    )
+def _end(trace: Row) -> str:
+    if trace["status"] != FINISHED:
+        return f"status {trace['status']}"
+    end = f"ended by {plain(trace['finish_reason'] or '-')}"
+    if trace["retained_boundary"] is not None:
+        kind = trace["retained_kind"]
+        return f"{end}, left a checkpoint at {trace['retained_boundary']} ({kind})"
+    return f"{end}, left no checkpoint: {plain(trace['no_checkpoint_reason'] or '-')}"
 
 
-def _checkpoint(checkpoint: dict[str, Any]) -> str:
-    reason = checkpoint["discard_reason"] or checkpoint["eviction_reason"]
-    why = f" ({reason})" if reason else ""
+def _checkpoint(checkpoint: Row) -> str:
+    why = f" ({checkpoint['reason']})" if checkpoint["reason"] else ""
     hits = checkpoint["num_hits"]
-    used = (
-        f", used {hits} time{'s' * (hits != 1)}" if checkpoint["published_ns"] else ""
-    )
     return (
         f"checkpoint {checkpoint['checkpoint_id']} at {checkpoint['boundary']} "
-        f"{checkpoint['boundary_kind']}: {checkpoint['stage']}{why}{used}"
+        f"({checkpoint['boundary_kind']}): {checkpoint['stage']}{why}, "
+        f"used {hits} time{'s' * (hits != 1)}"
     )
 
 
 def _clock(time_ns: int) -> str:
-    moment = datetime.fromtimestamp(time_ns / 1e9, UTC).astimezone()
-    return moment.strftime("%Y-%m-%d %H:%M:%S")
+    return f"{datetime.fromtimestamp(time_ns / 1e9, UTC):%Y-%m-%d %H:%M:%SZ}"
 
 
 def _count(number: int | None) -> str:
     return "?" if number is None else str(number)
-
-
-def _plain(text: str) -> str:
-    """Ids come from clients: nothing in them may move the cursor."""
-    return "".join(char if char.isprintable() else "�" for char in text)

@@ -1,0 +1,90 @@
+"""What the query commands share: their options, and how they read and print."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
+
+import typer
+
+from event_consumer.records import (
+    DISCARDED,
+    ENGINE_LOST,
+    EVICTED,
+    FINISHED,
+    GONE,
+    OPEN,
+    PINNED,
+    PROMOTED,
+    PUBLISHED,
+)
+from event_consumer.settings import ENV_PREFIX, SettingsError
+
+STATUSES: Final = (OPEN, FINISHED, ENGINE_LOST)
+STAGES: Final = (PINNED, PROMOTED, PUBLISHED, DISCARDED, EVICTED, GONE)
+UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+StoreOption = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        envvar=f"{ENV_PREFIX}STORE",
+        help="sqlite:///PATH or postgresql://USER@HOST/DATABASE.",
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="One line of JSON, the last of stdout.")
+]
+LimitOption = Annotated[
+    int, typer.Option(min=1, max=10_000, help="At most so many, latest first.")
+]
+
+
+def one_of(option: str, value: str | None, known: Sequence[str]) -> str | None:
+    """``value``, if it is one of ``known`` or was not given.
+
+    Raises:
+        SettingsError: it is none of them; the nearest is suggested.
+    """
+    if value is None or value in known:
+        return value
+    near = difflib.get_close_matches(value, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(known)}."
+    raise SettingsError(f"{option} {value!r} is not known: {hint}")
+
+
+def parse_time(option: str, value: str | None) -> int | None:
+    """Nanoseconds since the epoch; an age (``15m``) counts back from now, a time
+    without a zone is UTC.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    if value is None:
+        return None
+    age = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value)
+    if age:
+        return time.time_ns() - int(float(age[1]) * UNITS_S[age[2]] * 1e9)
+    with suppress(ValueError):
+        at = datetime.fromisoformat(value)
+        return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1e9)
+    raise SettingsError(
+        f"{option} {value!r} is no age and no time: write 90s, 15m, 2h, 7d or "
+        "2026-01-31T12:00:00Z."
+    )
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One line, the last of stdout."""
+    print(json.dumps(value, separators=(", ", ": ")))
+
+
+def plain(text: str) -> str:
+    """Ids come from clients: a terminal must not obey them."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
