@@ -52,6 +52,17 @@ SORTS: Final[dict[str, ColumnElement[Any]]] = {
 }
 
 
+_CHOICES: Final = (
+    "labels",
+    "engine_ids",
+    "models",
+    "statuses",
+    "outcomes",
+    "limits",
+    "finish_reasons",
+)
+
+
 @dataclass(frozen=True)
 class RequestFilter:
     """Which requests: an empty field does not filter.
@@ -77,6 +88,8 @@ class RequestFilter:
     conditions: list[ColumnElement[bool]] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name in _CHOICES:  # tuples: a filter can be a key
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "conditions", list(self._conditions()))
 
     def _conditions(self):

@@ -97,6 +97,12 @@ const CELLS = {
     }
     return node;
   },
+  lines(cell) {
+    const node = element("span", "id");
+    node.append(element("span", "line", cell.text));
+    if (cell.sub) node.append(element("span", "line sub quiet", cell.sub));
+    return node;
+  },
   when(cell) {
     const node = element("time", "when", ago(cell.ms));
     node.dataset.ms = cell.ms;

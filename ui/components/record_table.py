@@ -103,6 +103,20 @@ def number(value: int | float | None, *, help: str = "") -> Cell:
     return {"kind": "number", "text": formatting.count(value), "help": help}
 
 
+def number_text(shown: str) -> Cell:
+    """A cell of figures that are put together already."""
+    return {"kind": "number", "text": shown}
+
+
+def two_lines(first: str, second: str | None) -> Cell:
+    """A text with something smaller under it."""
+    return {
+        "kind": "lines",
+        "text": formatting.visible(first),
+        "sub": formatting.visible(second or ""),
+    }
+
+
 def identifier(link: Link, copy: str, sub: Link | str | None = None) -> Cell:
     """An id that links and copies, with something smaller under it."""
     cell: Cell = {"kind": "id", "link": link.as_data(mono=True), "copy": copy}

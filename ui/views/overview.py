@@ -72,7 +72,7 @@ def body() -> None:
             help="The label that the engine was started with.",
         )
     wanted = RequestFilter(labels=chosen, since_ns=since_ns)
-    question = ("overview", st.session_state.get("range"), tuple(chosen))
+    question = ("overview", st.session_state.get("range"), wanted.labels)
     figures = shell.recent(
         question, lambda: gather(wanted, shell.queries().oldest_event_ns())
     )
