@@ -29,7 +29,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+)
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     MambaManager,
@@ -41,6 +44,7 @@ from vllm_fork.cache_index import CacheIndex
 from vllm_fork.checkpoint import Checkpoint
 from vllm_fork.exact_tail import TailIndex
 from vllm_fork.observer import Observer
+from vllm_fork.rolling_copy import RollingCopies
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -109,6 +113,8 @@ class RetentionController:
         observer: told of each stage.
         index: told of each publication.
         tails: where exact tails are entered; None: none are kept.
+        copy_interval: tokens between rolling copies, a multiple of the hash unit;
+            0: none are made.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class RetentionController:
         observer: Observer,
         index: CacheIndex,
         tails: TailIndex | None = None,
+        copy_interval: int = 0,
     ) -> None:
         coordinator = kv_cache_manager.coordinator
         self.block_size: int = coordinator.scheduler_block_size
@@ -141,12 +148,21 @@ class RetentionController:
         self._index = index
         self._tails = tails
         self._ids = itertools.count()
+        self.copies: RollingCopies | None = None
+        if copy_interval:
+            self.copies = RollingCopies(
+                self._pool,
+                self._mamba,
+                copy_interval,
+                lambda: next(self._ids),
+                observer,
+            )
 
         self._next_boundary: dict[str, int] = {}
         self._pending: dict[str, Checkpoint] = {}
         self._promoted: dict[str, Checkpoint] = {}
-        # Exact tails between ``finish`` and ``release``.
-        self._ended: dict[str, Checkpoint] = {}
+        # Exact tails and copies, between ``finish`` and ``release``.
+        self._ended: dict[str, list[Checkpoint]] = {}
         # Speculative decoding only: the boundary a request may have crossed, to
         # be settled when outputs arrive, and the tokens it had to run before the
         # first output of its present stint.
@@ -189,6 +205,8 @@ class RetentionController:
                 self._discard_pending(request_id, "rewound")
         for request_id in list(self._crossing):
             self._settle_crossing(requests[request_id])
+        if self.copies is not None:
+            self.copies.accept(lambda i: executed_tokens(requests[i]))
 
     def drop_rewound(self, requests: Mapping[str, Request]) -> None:
         """Discard what lies beyond the tokens a request still has.
@@ -203,6 +221,10 @@ class RetentionController:
                     del held[request_id]
                     self._next_boundary.pop(request_id, None)
                     self._discard(checkpoint, "rewound")
+        if self.copies is not None:
+            self.copies.drop_beyond(
+                lambda i: requests[i].num_computed_tokens if i in requests else 0
+            )
 
     # -- memory pressure -----------------------------------------------------------
 
@@ -269,10 +291,14 @@ class RetentionController:
 
     def abandon(self, reason: str) -> None:
         """Discard every pin (``shutdown``, ``error``)."""
-        for held in (self._pending, self._promoted, self._ended):
+        for held in (self._pending, self._promoted):
             while held:
                 _, checkpoint = held.popitem()
                 self._discard(checkpoint, reason)
+        for request_id in list(self._ended):
+            self._release_ended(request_id)
+        if self.copies is not None:
+            self.copies.drop_all(reason)
         self._next_boundary.clear()
         self._crossing.clear()
         self._first_output_at.clear()
@@ -314,6 +340,8 @@ class RetentionController:
             if block.ref_cnt != holders[block.block_id]
         ]
         held = {*self._pending, *self._promoted, *self._next_boundary, *self._crossing}
+        if self.copies is not None:
+            held |= self.copies.requests()
         wrong += [f"request {i} is gone" for i in held - scheduler.requests.keys()]
         num_free = self._pool.get_num_free_blocks()
         num_used = sum(block.ref_cnt > 0 for block in blocks)
@@ -349,13 +377,29 @@ class RetentionController:
         computed = request.num_computed_tokens
         boundary = computed // self.block_size * self.block_size
         first = self._first_boundary(request)
-        self._next_boundary[request_id] = max(boundary + self.block_size, first)
+        self._next_boundary[request_id] = self._next_of_interest(request, first)
         # A step that ends elsewhere leaves no state *at* the boundary: this skips
         # a prefill that runs over it (and what such a prefill exports beside it).
         if boundary == computed and boundary >= first:
             blocks = self._blocks_at(request_id, boundary)
             if blocks is not None:
                 self._pin(request, boundary, blocks)
+        elif (
+            self.copies is not None
+            and computed % self.copies.interval == 0
+            and computed >= request.num_prompt_tokens
+        ):
+            self.copies.mark_due(request_id, computed)
+
+    def _next_of_interest(self, request: Request, first: int) -> int:
+        """The next position to be told of: a block's end, or a copy's turn."""
+        computed = request.num_computed_tokens
+        due = max((computed // self.block_size + 1) * self.block_size, first)
+        if self.copies is None:
+            return due
+        interval = self.copies.interval
+        copy = max(computed // interval + 1, -(-request.num_prompt_tokens // interval))
+        return min(due, copy * interval)
 
     def _settle_crossing(self, request: Request) -> None:
         """Speculative decoding: did the accepted tokens cross the boundary?"""
@@ -419,6 +463,8 @@ class RetentionController:
         self._observer.promoted(checkpoint, former)
         if former is not None:
             self._discard(former, "superseded")
+        if self.copies is not None:
+            self.copies.supersede(request_id, checkpoint.boundary)
 
     def _settle(self, request: Request) -> None:
         """Promote what has become true by the end of ``request``."""
@@ -426,8 +472,11 @@ class RetentionController:
         if request_id in self._crossing:
             self._settle_crossing(request)
         pending = self._pending.get(request_id)
-        if pending and self._materialized_tokens(request) >= pending.boundary:
+        materialized = self._materialized_tokens(request)
+        if pending and materialized >= pending.boundary:
             self._promote(request_id)
+        if self.copies is not None:
+            self.copies.settle(request_id, materialized)
 
     def _materialized_tokens(self, request: Request) -> int:
         """Tokens whose state any later step will find in the blocks.
@@ -446,6 +495,10 @@ class RetentionController:
     def _publish_all(self, request: Request, finish_reason: str | None) -> None:
         if request.request_id in self._promoted:
             self._publish(request, finish_reason)
+        if self.copies is not None:
+            copy = self.copies.take(request, self._materialized_tokens(request))
+            if copy is not None:
+                self._publish_copy(request, copy, finish_reason)
         if self._tails is not None:
             self._publish_tail(request, finish_reason)
 
@@ -492,9 +545,44 @@ class RetentionController:
             return
         self._cache_attention(request, boundary, boundary)
         self._tails.insert(request, checkpoint)
-        self._ended[request.request_id] = checkpoint
+        self._ended.setdefault(request.request_id, []).append(checkpoint)
         self._index.publish(checkpoint)
         self._observer.published(checkpoint, finish_reason, None)
+
+    def _publish_copy(
+        self, request: Request, checkpoint: Checkpoint, finish_reason: str | None
+    ) -> None:
+        """Enter a rolling copy, which lies on the hash grid, into the cache.
+
+        The attention block it ends in stays valid for the shallower keys it has
+        (the prompt's tail), since it is append-only: they are kept.
+        """
+        boundary = checkpoint.boundary
+        if any(block.block_hash is not None for block in checkpoint.blocks):
+            self._discard(checkpoint, "already_cached")
+            return
+        self._cache_attention(request, boundary, self._materialized_tokens(request))
+        block_hash = request.block_hashes[boundary // self._pool.hash_block_size - 1]
+        for manager in self._attention:
+            table = manager.req_to_blocks[request.request_id]
+            self._pool._insert_block_hash(
+                make_block_hash_with_group_id(block_hash, manager.kv_cache_group_id),
+                table[(boundary - 1) // manager.block_size],
+                num_tokens=boundary,
+            )
+        for manager, block in zip(self._mamba, checkpoint.blocks, strict=True):
+            self._pool.cache_partial_block(
+                request=request,
+                block=block,
+                num_tokens=boundary,
+                kv_cache_group_id=manager.kv_cache_group_id,
+                block_size=manager.block_size,
+            )
+        self._ended.setdefault(request.request_id, []).append(checkpoint)
+        self._index.publish(checkpoint)
+        self._observer.published(
+            checkpoint, finish_reason, maybe_convert_block_hash(block_hash)
+        )
 
     def _cache_attention(self, request: Request, boundary: int, executed: int) -> None:
         """Hash the attention blocks below ``boundary`` if some are not yet.
@@ -552,14 +640,18 @@ class RetentionController:
         self._forget(request_id)
         if request_id in self._pending:
             self._discard_pending(request_id, unaccepted)
-        for held in (self._promoted, self._ended):
-            checkpoint = held.pop(request_id, None)
-            if checkpoint is None:
-                continue
-            if checkpoint.published_monotonic_ns:
-                self._release(checkpoint)
-            else:
-                self._discard(checkpoint, reason)
+        checkpoint = self._promoted.pop(request_id, None)
+        if checkpoint is not None and checkpoint.published_monotonic_ns:
+            self._release(checkpoint)
+        elif checkpoint is not None:
+            self._discard(checkpoint, reason)
+        self._release_ended(request_id)
+        if self.copies is not None:
+            self.copies.drop(request_id, reason, unaccepted)
+
+    def _release_ended(self, request_id: str) -> None:
+        for checkpoint in self._ended.pop(request_id, ()):
+            self._release(checkpoint)
 
     def _discard_pending(self, request_id: str, reason: str) -> None:
         self._discard(self._pending.pop(request_id), reason)
@@ -578,7 +670,10 @@ class RetentionController:
 
     def _pinned(self) -> Iterable[Checkpoint]:
         return itertools.chain(
-            self._pending.values(), self._promoted.values(), self._ended.values()
+            self._pending.values(),
+            self._promoted.values(),
+            *self._ended.values(),
+            self.copies.referenced() if self.copies is not None else (),
         )
 
     def _smallest_block_size(self) -> int:
@@ -635,4 +730,22 @@ def why_no_exact_tail(
         return "unsupported:attention_kind"
     if len({manager.block_size for manager in managers}) != 1:
         return "unsupported:block_sizes"
+    return None
+
+
+def why_no_copies(
+    kv_cache_manager: KVCacheManager,
+    num_speculative_tokens: int,
+    has_connector: bool,
+    copy_interval: int,
+) -> str | None:
+    """Why rolling copies cannot be made where checkpoints can; None if they can."""
+    reason = why_no_exact_tail(kv_cache_manager, num_speculative_tokens, has_connector)
+    if reason is not None:
+        return reason
+    if not kv_cache_manager.coordinator.enable_partial_hash_hits:
+        # A prefix is looked up at block ends only.
+        return "unsupported:prefix_match_unit"
+    if copy_interval % kv_cache_manager.block_pool.hash_block_size:
+        return "unsupported:copy_interval"
     return None

@@ -9,6 +9,7 @@ request's life:
 ``_get_local_prefix_cache_hit``   remembers which cached state an admission found
 ``record_prefix_cache_stats``     the admission took place: ``PrefixReused``
 ``schedule``                      arms the relief of pins if memory may run short
+``_make_cached_request_data``     queues rolling copies, after all allocations
 ``_update_after_schedule``        pins what the step will complete
 ``update_from_output``            promotes what was accepted; flushes events
 ``_preempt_request``              discards (or publishes) before the blocks go
@@ -40,6 +41,7 @@ from vllm_fork.retention import (
     IntegrityReport,
     RetentionController,
     mamba_align_managers,
+    why_no_copies,
     why_no_exact_tail,
     why_unsupported,
 )
@@ -106,6 +108,7 @@ class CheckpointSchedulerMixin(_Base):
                 self.observer,
                 self.cache_index,
                 self.tails,
+                self._copy_interval(settings),
             )
         self._found: tuple[str, CachedState | None] = ("", None)
         self._resetting = False
@@ -134,12 +137,27 @@ class CheckpointSchedulerMixin(_Base):
             model_name=_model_name(config),
         )
 
+    def _copy_interval(self, settings: Settings) -> int:
+        if not settings.copy_interval:
+            return 0
+        reason = why_no_copies(
+            self.kv_cache_manager,
+            self.num_spec_tokens,
+            self.connector is not None,
+            settings.copy_interval,
+        )
+        if reason is None:
+            return settings.copy_interval
+        logger.warning("No rolling copy is made here: %s.", reason)
+        return 0
+
     def _announce(
         self, settings: Settings, reason: str | None, no_tail: str | None, groups: int
     ) -> None:
         import vllm
 
         manager = self.kv_cache_manager
+        copies = self.retention.copies if self.retention else None
         self.observer.emit(
             events.EngineStarted,
             vllm_version=vllm.__version__,
@@ -147,7 +165,7 @@ class CheckpointSchedulerMixin(_Base):
             retention="on" if reason is None else "off",
             retention_reason=reason,
             exact_tail=no_tail or "on",
-            copy_interval=settings.copy_interval,
+            copy_interval=copies.interval if copies else 0,
             publish_on=sorted(settings.publish_on),
             block_size=manager.coordinator.scheduler_block_size,
             hash_unit=manager.block_pool.hash_block_size,
@@ -294,7 +312,26 @@ class CheckpointSchedulerMixin(_Base):
             return super().schedule(*args, **kwargs)
         finally:
             self._in_step = False
+            if self.retention is not None and self.retention.copies is not None:
+                self.retention.copies.park()
             self.observer.flush()
+
+    def _make_cached_request_data(
+        self,
+        running_reqs: list[Request],
+        resumed_reqs: list[Request],
+        num_scheduled_tokens: dict[str, int],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self.retention is not None and self.retention.copies is not None:
+            try:
+                self.retention.copies.queue(running_reqs, num_scheduled_tokens)
+            except Exception:
+                self._give_up("a rolling copy")
+        return super()._make_cached_request_data(
+            running_reqs, resumed_reqs, num_scheduled_tokens, *args, **kwargs
+        )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)

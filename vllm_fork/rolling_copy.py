@@ -1,0 +1,268 @@
+"""Rolling copies: finer decode checkpoints, every ``copy_interval`` tokens.
+
+While a request decodes, its recurrent state is overwritten with each token. Every
+``copy_interval`` tokens the running block of each Mamba group is copied into a spare
+block through vLLM's own block-copy list, which the worker runs before the step's
+forward pass. So a request that ends by length or is aborted, or a conversation that
+diverges later, can resume from the newest copy.
+
+Why at schedule time: the copy has to be queued for the step whose forward pass
+overwrites the state. At output time that step is already on its way under
+asynchronous scheduling.
+
+Ownership of a spare: taken from the free blocks after every allocation of the step,
+referenced while its copy is in the list, then *parked*
+(``BlockPool.unpin_blocks``): it counts as free, nobody references it, and a watcher
+tells when the pool hands it out, which discards the checkpoint in it. A spare
+therefore never costs a running request a block. One spare a group and request; the
+next copy overwrites it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_fork import events
+from vllm_fork.checkpoint import Checkpoint
+from vllm_fork.observer import Observer
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class _Spare:
+    """The spare blocks of one request, one a Mamba group, and what they hold."""
+
+    blocks: tuple[KVCacheBlock, ...]
+    checkpoint: Checkpoint
+    parked: bool = False
+
+
+class RollingCopies:
+    """Queues, parks and hands out the rolling copies of one scheduler.
+
+    Args:
+        pool: the block pool.
+        mamba: managers of the recurrent groups.
+        interval: tokens between copies, a multiple of the hash unit.
+        new_id: draws a checkpoint id.
+        observer: told of each stage.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        mamba: Sequence[MambaManager],
+        interval: int,
+        new_id: Callable[[], int],
+        observer: Observer,
+    ) -> None:
+        self.interval = interval
+        self._pool = pool
+        self._mamba = mamba
+        self._new_id = new_id
+        self._observer = observer
+        self._spares: dict[str, _Spare] = {}
+        self._unpromoted: dict[str, _Spare] = {}
+        self._unparked: dict[str, _Spare] = {}
+        # The position a request's running blocks hold until its next step.
+        self._due: dict[str, int] = {}
+
+    def mark_due(self, request_id: str, boundary: int) -> None:
+        """The step just scheduled leaves the state at ``boundary`` in the running
+        blocks; the next one has to copy it first."""
+        self._due[request_id] = boundary
+
+    def queue(self, running: Iterable[Request], scheduled: Mapping[str, int]) -> None:
+        """Queue the copies that the step being scheduled has to run first.
+
+        Call after the step's allocations and before its copies are drained
+        (``_make_cached_request_data``); ``num_computed_tokens`` does not count the
+        step yet.
+        """
+        if not self._due:
+            return
+        for request in running:
+            boundary = self._due.get(request.request_id)
+            if boundary is None or request.request_id not in scheduled:
+                continue
+            del self._due[request.request_id]
+            if request.num_computed_tokens == boundary:
+                self._queue_one(request, boundary)
+
+    def park(self) -> None:
+        """Let the pool count the spares as free again; call after ``schedule``."""
+        while self._unparked:
+            request_id, spare = self._unparked.popitem()
+            spare.parked = True
+            self._pool.unpin_blocks(spare.blocks, self._watcher(request_id))
+
+    def accept(self, executed: Callable[[str], int]) -> None:
+        """Promote the copies whose state's step was accepted.
+
+        ``executed`` tells a request's executed tokens.
+        """
+        for request_id in list(self._unpromoted):
+            self.settle(request_id, executed(request_id))
+
+    def settle(self, request_id: str, materialized: int) -> None:
+        """As :meth:`accept`, for one request with ``materialized`` tokens."""
+        spare = self._unpromoted.get(request_id)
+        if spare is not None and materialized >= spare.checkpoint.boundary:
+            del self._unpromoted[request_id]
+            self._observer.promoted(spare.checkpoint, None)
+
+    def supersede(self, request_id: str, boundary: int) -> None:
+        """A deeper checkpoint of the request was promoted."""
+        spare = self._spares.get(request_id)
+        if spare is not None and spare.checkpoint.boundary <= boundary:
+            self.drop(request_id, "superseded")
+
+    def take(self, request: Request, materialized: int) -> Checkpoint | None:
+        """The newest copy of an ending request, referenced; None if there is none.
+
+        The caller publishes it and releases one reference to each block. Where the
+        request ends right at a boundary no copy was queued yet: the running blocks
+        themselves are the checkpoint.
+        """
+        request_id = request.request_id
+        live = self._due.get(request_id)
+        if live is not None and live == request.num_computed_tokens <= materialized:
+            blocks = self._running_blocks(request_id, live)
+            if blocks is not None:
+                self.drop(request_id, "superseded")
+                checkpoint = self._checkpoint(request, live, blocks)
+                self._pool.touch(blocks)
+                self._observer.pinned(checkpoint)
+                self._observer.promoted(checkpoint, None)
+                return checkpoint
+        spare = self._spares.get(request_id)
+        if spare is None or request_id in self._unpromoted:
+            return None
+        self._take_out(request_id)
+        return spare.checkpoint
+
+    def drop(self, request_id: str, reason: str, unaccepted: str | None = None) -> None:
+        """Discard what a request has, and give its spare back.
+
+        ``unaccepted``: the reason where its state's step was not accepted yet.
+        """
+        self._due.pop(request_id, None)
+        if request_id not in self._spares:
+            return
+        if unaccepted is not None and request_id in self._unpromoted:
+            reason = unaccepted
+        spare = self._take_out(request_id)
+        self._observer.discarded(spare.checkpoint, reason)
+        self._pool.free_blocks(spare.blocks)
+
+    def drop_beyond(self, computed: Callable[[str], int]) -> None:
+        """Discard the copies beyond a request's ``computed`` tokens."""
+        for request_id, spare in list(self._spares.items()):
+            if computed(request_id) < spare.checkpoint.boundary:
+                self.drop(request_id, "rewound")
+
+    def drop_all(self, reason: str) -> None:
+        """Discard every copy."""
+        for request_id in list(self._spares):
+            self.drop(request_id, reason)
+        self._due.clear()
+
+    def referenced(self) -> Iterable[Checkpoint]:
+        """Copies whose spares are referenced now: none, between two steps."""
+        return (spare.checkpoint for spare in self._unparked.values())
+
+    def requests(self) -> set[str]:
+        """Ids of the requests that have a copy, or are due for one."""
+        return {*self._spares, *self._due}
+
+    def _queue_one(self, request: Request, boundary: int) -> None:
+        sources = self._running_blocks(request.request_id, boundary)
+        if sources is None:
+            return
+        request_id = request.request_id
+        if request_id in self._spares:
+            former = self._take_out(request_id)
+            blocks = former.blocks
+            self._observer.discarded(former.checkpoint, "superseded")
+        elif self._pool.get_num_free_blocks() < len(sources):
+            return
+        else:
+            blocks = tuple(self._pool.get_new_blocks(len(sources)))
+        for manager, source, spare_block in zip(
+            self._mamba, sources, blocks, strict=True
+        ):
+            # The scheduler releases one reference to each end when it drains the
+            # list (``_free_cow_retained_blocks``).
+            source.ref_cnt += 1
+            spare_block.ref_cnt += 1
+            manager._pending_cow_copies.append((source, spare_block))
+        checkpoint = self._checkpoint(request, boundary, blocks)
+        spare = _Spare(blocks, checkpoint)
+        self._spares[request_id] = spare
+        self._unpromoted[request_id] = spare
+        self._unparked[request_id] = spare
+        self._observer.pinned(checkpoint)
+
+    def _running_blocks(
+        self, request_id: str, boundary: int
+    ) -> tuple[KVCacheBlock, ...] | None:
+        """The blocks that hold the state at ``boundary`` until the next step.
+
+        None where one is missing, or is itself about to be filled by a copy: the
+        worker gathers all sources before it scatters.
+        """
+        filled = {
+            block.block_id
+            for manager in self._mamba
+            for _, block in manager._pending_cow_copies
+        }
+        blocks = []
+        for manager in self._mamba:
+            table = manager.req_to_blocks.get(request_id, ())
+            column = (boundary - 1) // manager.block_size
+            if column >= len(table) or table[column].is_null:
+                return None
+            if table[column].block_id in filled:
+                return None
+            blocks.append(table[column])
+        return tuple(blocks)
+
+    def _checkpoint(
+        self, request: Request, boundary: int, blocks: tuple[KVCacheBlock, ...]
+    ) -> Checkpoint:
+        return Checkpoint(
+            self._new_id(),
+            self._observer.identity(request),
+            boundary,
+            events.COPY,
+            blocks,
+        )
+
+    def _take_out(self, request_id: str) -> _Spare:
+        """Forget a spare; the caller holds one reference to each of its blocks."""
+        spare = self._spares.pop(request_id)
+        self._unpromoted.pop(request_id, None)
+        self._unparked.pop(request_id, None)
+        if spare.parked:
+            for block in spare.blocks:
+                self._pool._reuse_watchers.pop(block.block_id, None)
+            self._pool.touch(spare.blocks)
+        return spare
+
+    def _watcher(self, request_id: str) -> Callable[[KVCacheBlock], None]:
+        def handed_out(block: KVCacheBlock) -> None:
+            spare = self._spares.pop(request_id)
+            self._unpromoted.pop(request_id, None)
+            for other in spare.blocks:
+                if other is not block:
+                    self._pool._reuse_watchers.pop(other.block_id, None)
+            self._observer.discarded(spare.checkpoint, "memory_pressure")
+
+        return handed_out
