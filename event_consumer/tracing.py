@@ -8,10 +8,10 @@ can be walked turn by turn. All times are those of the events, and all ids are
 derived (:mod:`event_consumer.trace_ids`): exporting a request twice gives the same
 spans.
 
-Spans and log records are built as OTLP messages, not through the SDK's tracer: its
-spans take their ids from a generator and are encoded attribute by attribute, which
-costs some four times as much (``docs/traces.md`` has the numbers). The SDK's
-samplers and resource are used as they are.
+Spans and log records are built as OTLP messages, not through the SDK's tracer, whose
+spans draw their ids from a generator and cost several times as much to make and to
+encode (``benchmarks/tracer.py`` measures both). The SDK's samplers and resource are
+used as they are.
 """
 
 from __future__ import annotations
