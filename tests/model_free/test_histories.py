@@ -9,9 +9,10 @@ preempt in the same situation. At the end: no leak, and the cache resets.
 import os
 import random
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -77,6 +78,25 @@ def minimum_blocks(
     return 1 + attention + num_mamba_groups * recurrent
 
 
+@cache
+def without_stock_fault(cls: type[Scheduler]) -> type[Scheduler]:
+    """See test_stock_faults.py: a shared-prefix junction behind a hit that ends
+    inside a block makes vLLM hash a state that is not there, where the backend
+    exports prefill states."""
+
+    class Guarded(cls):
+        def _get_local_prefix_cache_hit(self, request):
+            hit = super()._get_local_prefix_cache_hit(request)
+            blocks, num_tokens, junction, diverged = hit
+            if self.mamba_has_prefill_checkpoint_blocks and (
+                num_tokens % self.block_size
+            ):
+                junction = 0
+            return blocks, num_tokens, junction, diverged
+
+    return Guarded
+
+
 class Histories(RuleBasedStateMachine):
     """Conversations that take turns, end in every way, and share prefixes."""
 
@@ -84,6 +104,7 @@ class Histories(RuleBasedStateMachine):
     """The settings of retention; None: stock vLLM."""
 
     def scheduler_class(self, cls: type[Scheduler]) -> type[Scheduler]:
+        cls = without_stock_fault(cls)
         return cls if self.retain is None else with_recorded_checkpoints(cls)
 
     def check_step(self) -> None:
@@ -145,6 +166,7 @@ class Histories(RuleBasedStateMachine):
         self.running: dict[int, str] = {}
         self.num_turns = 0
         self.resetting = False
+        self.failed = False
         preempt = self.engine.scheduler._preempt_request
 
         def preempt_request(request, *args, **kwargs):
@@ -161,10 +183,12 @@ class Histories(RuleBasedStateMachine):
         return [i for i in range(NUM_CONVERSATIONS) if i not in self.running]
 
     def step(self) -> None:
+        self.failed = True  # nothing more to learn in teardown if this raises
         self.engine.step()
         assert self.engine.worker.errors == []
         assert self.audit.problems() == []
         self.check_step()
+        self.failed = False
         for conversation, request_id in list(self.running.items()):
             if self.engine.requests[request_id].is_finished():
                 del self.running[conversation]
@@ -243,7 +267,7 @@ class Histories(RuleBasedStateMachine):
         self.resetting = False
 
     def teardown(self):
-        if not hasattr(self, "engine"):
+        if not hasattr(self, "engine") or self.failed:
             return
         for _ in range(20_000):
             if not self.engine.has_work:
@@ -274,6 +298,9 @@ def play(machine: type[Histories], num_histories: int) -> None:
             derandomize="HYPOTHESIS_SEED" not in os.environ,
             suppress_health_check=list(HealthCheck),
             database=None,
+            report_multiple_bugs=False,
+            # Shrinking takes minutes; ask for it with SHRINK=1.
+            phases=[p for p in Phase if p != Phase.shrink or os.environ.get("SHRINK")],
         ),
     )
 
