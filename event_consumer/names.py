@@ -40,7 +40,6 @@ the client knows. It joins our span to vLLM's ``llm_request``."""
 
 # OpenTelemetry's own.
 ERROR_TYPE: Final = "error.type"
-COMPONENT_NAME: Final = "otel.component.name"
 
 # Attributes of both spans: the engine.
 ENGINE_ID: Final = "vllm.checkpoint.engine.id"

@@ -190,9 +190,11 @@ def _at_least_zero(value: ColumnElement[Any]) -> ColumnElement[Any]:
 _SERVED: Final = func.coalesce(requests.c.num_cached_tokens, 0) + func.coalesce(
     requests.c.num_external_tokens, 0
 )
+# A turn's last token was sampled but never run.
 _COMPUTED_BEFORE: Final = func.coalesce(
     _previous(
-        _PREVIOUS.c.num_prompt_tokens + func.coalesce(_PREVIOUS.c.num_output_tokens, 0)
+        _PREVIOUS.c.num_prompt_tokens
+        + _at_least_zero(func.coalesce(_PREVIOUS.c.num_output_tokens, 0) - 1)
     ),
     0,
 )
