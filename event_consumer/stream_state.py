@@ -29,6 +29,10 @@ from event_consumer.records import (
 MAX_PAST_EPOCHS: Final = 8
 """Former epochs whose stragglers are still told from a restart."""
 
+BEATS_OF_LIFE: Final = 3
+"""Heartbeats of a former epoch, with nothing of the present one between them, after
+which the former is the present one."""
+
 UNREADABLE: Final[Any] = object()
 """Stands for a batch that the replay holds but that does not decode."""
 
@@ -129,7 +133,7 @@ class StreamState:
             self._gap = Gap(epoch, *open_gap, GAP_OPEN)
             self._head = max(self._head, open_gap[1] - 1)
         self._past: dict[str, int] = {}
-        self._former_applied: int | None = None
+        self._num_stray_beats = 0
         self._attempt = 0
         self._asked_from: int | None = None
         self._reply_first: int | None = None
@@ -186,24 +190,42 @@ class StreamState:
         self._asked_from = self._retry_at = None
         return self._take()
 
-    def on_live(self, epoch: str, seq: int, item: Any, now: float) -> list[Action]:
-        """A batch came on the subscription."""
+    def on_live(
+        self, epoch: str, seq: int, item: Any, now: float, *, begins: bool = False
+    ) -> list[Action]:
+        """A batch came on the subscription. ``begins``: the epoch begins with it,
+        whatever its number."""
         if not self._enter(epoch, seq, is_live=True):
             return self._take()
         self._last_live = seq
+        if begins:
+            self._begin_at(seq)
         self._receive(seq, item, replayed=False)
         return self._done(now)
 
     def on_heartbeat(self, epoch: str, seq: int, now: float) -> list[Action]:
         """The last batch that the publisher sent was ``seq``."""
         if epoch in self._past:
-            return self._take()
+            # Not a straggler, but what speaks here now: the other one was.
+            self._num_stray_beats += 1
+            if self._num_stray_beats < BEATS_OF_LIFE:
+                return self._take()
+            applied_seq = self._past.pop(epoch)
+            self._restart(epoch)
+            self.applied_seq = self._head = self._last_live = applied_seq
         self._enter(epoch, seq, is_live=False)
         self._head = max(self._head, seq)
         return self._done(now)
 
     def on_replayed(
-        self, attempt: int, epoch: str | None, seq: int, item: Any, now: float
+        self,
+        attempt: int,
+        epoch: str | None,
+        seq: int,
+        item: Any,
+        now: float,
+        *,
+        begins: bool = False,
     ) -> list[Action]:
         """A batch came on the replay; ``epoch`` is None and ``item`` is
         :data:`UNREADABLE` where it does not decode."""
@@ -214,6 +236,8 @@ class StreamState:
             return self._take()
         if self._reply_first is None:
             self._reply_first = seq
+        if begins:
+            self._begin_at(seq)
         self._receive(seq, item, replayed=True)
         return self._done(now)
 
@@ -285,6 +309,7 @@ class StreamState:
     def _enter(self, epoch: str, seq: int, *, is_live: bool) -> bool:
         """Whether a batch of ``epoch`` belongs here; begins the epoch if it is new."""
         if epoch == self.epoch:
+            self._num_stray_beats = 0
             if is_live and not epoch and seq <= self._last_live:
                 self._restart(epoch)
             self._gone = False
@@ -318,7 +343,6 @@ class StreamState:
                 del self._past[next(iter(self._past))]
         self.num_restarts += 1
         self.epoch = epoch
-        self._former_applied = self.applied_seq
         self.applied_seq = self._head = self._last_live = -1
         self._asked_from = self._retry_at = None
         self._failures = 0
@@ -333,6 +357,15 @@ class StreamState:
             self._gone = True
             assert self.epoch is not None
             self._actions.append(EngineGone(self.epoch))
+
+    def _begin_at(self, seq: int) -> None:
+        """A publisher that counts on across its restart has no batch before."""
+        if self.applied_seq == -1 and seq > 0:
+            self.applied_seq = seq - 1
+            self._head = max(self._head, self.applied_seq)
+            if self._gap is not None:
+                self._actions.append(self._gap._replace(status=GAP_RECOVERED))
+                self._gap = None
 
     # -- order ---------------------------------------------------------------
 
@@ -377,16 +410,11 @@ class StreamState:
         """``[applied_seq + 1, end)`` will not come; go on after it."""
         first = self.applied_seq + 1
         assert self.epoch is not None
-        # A publisher that counts on across its restart has not lost what it sent
-        # before.
-        goes_on = first == 0 and self._former_applied == end - 1
         gap, self._gap = self._gap, None
-        if gap is not None and (goes_on or gap.first_seq < first):
-            recovered = gap.end_seq if goes_on else first
-            self._actions.append(gap._replace(end_seq=recovered, status=GAP_RECOVERED))
-        if not goes_on:
-            self.num_lost += end - first
-            self._actions.append(Gap(self.epoch, first, end, LOST))
+        if gap is not None and gap.first_seq < first:
+            self._actions.append(gap._replace(end_seq=first, status=GAP_RECOVERED))
+        self.num_lost += end - first
+        self._actions.append(Gap(self.epoch, first, end, LOST))
         self.applied_seq = end - 1
         self._head = max(self._head, end - 1)
         for seq in [seq for seq in self._waiting if seq < end]:
