@@ -32,6 +32,7 @@ from vllm_fork.events import (
     END_OF_REPLAY,
     BatchDecoder,
     DecodedBatch,
+    EngineStarted,
     seq_from_bytes,
     seq_to_bytes,
 )
@@ -197,7 +198,10 @@ class Subscriber:
         if batch.heartbeat:
             self._act(self._state.on_heartbeat(batch.engine_id, seq, now))
         else:
-            self._act(self._state.on_live(batch.engine_id, seq, decoded, now))
+            begins = _begins_epoch(decoded)
+            self._act(
+                self._state.on_live(batch.engine_id, seq, decoded, now, begins=begins)
+            )
 
     def _read(self, frames: list[bytes]) -> tuple[int, DecodedBatch] | None:
         """Decode ``[topic, seq, payload]``; None, counted, where it is no batch."""
@@ -277,11 +281,20 @@ class Subscriber:
         if read is not None:
             seq, decoded = read
             epoch = decoded.batch.engine_id
-            self._act(self._state.on_replayed(attempt, epoch, seq, decoded, now))
+            begins = _begins_epoch(decoded)
+            self._act(
+                self._state.on_replayed(
+                    attempt, epoch, seq, decoded, now, begins=begins
+                )
+            )
         elif len(frames) == 4 and len(frames[2]) == len(END_OF_REPLAY):
             seq = seq_from_bytes(frames[2])
             self._act(self._state.on_replayed(attempt, None, seq, UNREADABLE, now))
         return False
+
+
+def _begins_epoch(decoded: DecodedBatch) -> bool:
+    return bool(decoded.events) and type(decoded.events[0]) is EngineStarted
 
 
 def _summary(payload: bytes) -> ReplaySummary:
