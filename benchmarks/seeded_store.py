@@ -11,6 +11,7 @@ stage, reason, kind and stream state occurs, and two engines, ``arm-off`` and
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 import sys
 import time
@@ -61,6 +62,9 @@ RARE_REASONS: Final = (
     "unsupported:kv_connector",
 )
 
+_EMPTY_REQUEST: Final = {c.name: None for c in tables.requests.columns}
+_EMPTY_CHECKPOINT: Final = {c.name: None for c in tables.checkpoints.columns}
+
 _FINISH_OF: Final = {
     "length": "length",
     "aborted": "abort",
@@ -110,11 +114,11 @@ def engine_row(number: int, label: str, now_ns: int, **more: Any) -> dict[str, A
 
 def request_row(engine: dict[str, Any], external_id: str, end_ns: int, **more: Any):
     """A finished request's row that ended at ``end_ns``; ``more`` overrides columns."""
-    row: dict[str, Any] = {c.name: None for c in tables.requests.columns}
-    suffix = f"{abs(hash_of(external_id)) & 0xFFFFFFFF:08x}"
+    row: dict[str, Any] = dict(_EMPTY_REQUEST)
+    digest = hashlib.blake2b(external_id.encode(), digest_size=28).hexdigest()
     row.update(
         engine_id=engine["engine_id"],
-        request_id=f"{external_id}-{suffix}",
+        request_id=f"{external_id}-{digest[:8]}",
         external_request_id=external_id,
         label=engine["label"],
         model_name=engine["model_name"],
@@ -128,23 +132,20 @@ def request_row(engine: dict[str, Any], external_id: str, end_ns: int, **more: A
         num_preemptions=0,
         num_superseded=0,
         source_kind="none",
-        trace_id=f"{hash_of(external_id + 't'):032x}",
-        span_id=f"{hash_of(external_id + 's') & (2**64 - 1):016x}",
+        trace_id=digest[8:40],
+        span_id=digest[40:56],
     )
     row.update(more)
     if row["conversation_id"] is None:
-        row["conversation_id"] = row["session_id"] or row["request_id"]
+        row["conversation_id"] = (
+            row["session_id"] or f"{row['engine_id']}/{row['request_id']}"
+        )
     return row
-
-
-def hash_of(text: str) -> int:
-    """A stable 120-bit number for a text (``hash`` differs from run to run)."""
-    return random.Random(text).getrandbits(120)
 
 
 def checkpoint_row(rows: Rows, request: dict[str, Any], boundary: int, **more: Any):
     """Append a checkpoint of ``request`` and return its row."""
-    row: dict[str, Any] = {c.name: None for c in tables.checkpoints.columns}
+    row: dict[str, Any] = dict(_EMPTY_CHECKPOINT)
     rows.next_checkpoint += 1
     row.update(
         engine_id=request["engine_id"],
@@ -357,7 +358,7 @@ def _add_conversation(
         source = last_published(rows, request)
         if source is not None:
             boundary = source["boundary"]
-            if rng.random() < 0.12:
+            if rng.random() < 0.12:  # gone before the next turn came
                 age = rng.randrange(20, 400) * SECOND
                 source.update(
                     stage="evicted",
@@ -520,10 +521,14 @@ def seed(
 
 def bound_to_now(rows: Rows, now_ns: int) -> None:
     """Move what would lie in the future back to ``now_ns``."""
-    for row in (*rows.requests, *rows.checkpoints):
-        for name, value in row.items():
-            if name.endswith("_ns") and value is not None and value > now_ns:
-                row[name] = now_ns
+    for content in (rows.requests, rows.checkpoints):
+        times = [name for name in content[0] if name.endswith("_ns")]
+        for row in content:
+            if row["last_event_ns"] <= now_ns:
+                continue
+            for name in times:
+                if row[name] is not None and row[name] > now_ns:
+                    row[name] = now_ns
 
 
 def _gap(
@@ -572,8 +577,20 @@ def write(
             (tables.gaps, gaps),
         ):
             if content:
-                connection.execute(sa.insert(table), content)
+                _insert(connection, table, content)
     engine.dispose()
+
+
+def _insert(
+    connection: sa.Connection, table: sa.Table, content: list[dict[str, Any]]
+) -> None:
+    """Insert many rows of one shape, without a look at each row's keys."""
+    names = list(content[0])
+    statement = sa.insert(table).compile(connection.engine, column_keys=names)
+    rows: Any = content
+    if statement.positional:
+        rows = [tuple([row[name] for name in names]) for row in content]
+    connection.exec_driver_sql(str(statement), rows)
 
 
 def main() -> None:

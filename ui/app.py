@@ -11,7 +11,7 @@ from ui import shell
 
 st.set_page_config(
     page_title="vllm-fork",
-    page_icon=":material/history_toggle_off:",
+    page_icon=str(shell.HERE / "icon.svg"),
     layout="wide",
     menu_items={"About": "What each request reused, and what it left for the next."},
 )

@@ -117,6 +117,9 @@ _UNSUPPORTED: Final[dict[str, str]] = {
     "streaming_input": "a streaming-input session drops its last sampled token",
 }
 
+UNSUPPORTED: Final = ("unsupported:speculative", "unsupported:kv_connector")
+"""The codes of this kind that the engine is known to give."""
+
 RETAINED: Final = Reason(
     "retained",
     "The state was published: a next turn that replays this conversation resumes "

@@ -9,16 +9,16 @@ from collections.abc import Callable, Hashable, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import streamlit as st
 
-from ui import formatting, settings, stream_state
+from ui import formatting, reasons, settings, stream_state
 from ui.components.record_table import Link
 from ui.connection import StoreConnection, StoreError
-from ui.queries import Queries
+from ui.queries import RETAINED, Queries
 from ui.recent import RecentAnswers
 
 HERE: Final = Path(__file__).parent
@@ -101,6 +101,15 @@ def request_link(row: dict[str, Any], text: str | None = None) -> Link:
     return page_link("request", text or shown, request=row["request_id"])
 
 
+def outcome_words(outcome: str) -> str:
+    """An outcome as a filter shows it, and as the address of a filtered page has it."""
+    return (
+        reasons.RETAINED.short
+        if outcome == RETAINED
+        else reasons.no_checkpoint(outcome).short
+    )
+
+
 def trace_link(trace_id: str | None, text: str = "Open in Jaeger") -> Link | None:
     """A link to a trace, where Jaeger is configured and the trace is known."""
     base = configured().jaeger_url
@@ -154,6 +163,16 @@ def range_picker() -> int | None:
     return None if seconds is None else time.time_ns() - seconds * 1_000_000_000
 
 
+class Figure(NamedTuple):
+    """A number for a metric: ``counts`` says what it counts."""
+
+    label: str
+    value: str
+    counts: str
+    delta: str | None = None
+    less_is_better: bool = False
+
+
 # -- the page -------------------------------------------------------------
 
 
@@ -173,7 +192,10 @@ def show(title: str, subtitle: str, body: Callable[[], None]) -> None:
             st.title(title, anchor=False)
             st.caption(subtitle)
         with st.container(
-            width="content", horizontal=True, vertical_alignment="center"
+            width="content",
+            horizontal=True,
+            vertical_alignment="center",
+            key="live_bar",
         ):
             st.fragment(_freshness, run_every=REFRESH_S)()
             live = st.toggle(
@@ -267,9 +289,16 @@ def _age(ns: int) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else formatting.duration(ns)
 
 
-def metrics(items: Sequence[tuple[str, str, str]]) -> None:
-    """A row of ``(label, value, what it counts)`` figures."""
-    for column, (label, value, counts) in zip(
-        st.columns(len(items), gap="small"), items, strict=True
-    ):
-        column.metric(label, value, help=counts, border=True)
+def metrics(items: Sequence[Figure]) -> None:
+    """A row of figures, each with what it counts; it wraps on a narrow screen."""
+    with st.container(key="metrics"):
+        for figure in items:
+            st.metric(
+                figure.label,
+                figure.value,
+                delta=figure.delta,
+                delta_color="inverse" if figure.less_is_better else "normal",
+                help=figure.counts,
+                border=True,
+                height="stretch",
+            )

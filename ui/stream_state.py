@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 
 from ui import formatting
 
-SILENT_AFTER_S: Final = 15.0
-"""A running engine sends a heartbeat every few seconds; after this it is silent."""
+SILENT_AFTER_S: Final = 10.0
+"""The consumer writes each stream every two seconds, with or without news."""
 
 _ORDER: Final = ("gapped", "disconnected", "silent", "replaying", "lossy", "live")
 
@@ -27,8 +27,8 @@ def judge(stream: dict[str, Any], now_ns: int) -> StreamState:
     """What one row of ``Queries.streams`` says, at ``now_ns``."""
     state = stream["state"]
     engine_ended = stream.get("engine_status") in ("stopped", "lost")
-    heard_ns = max(stream["last_batch_ns"] or 0, stream["updated_ns"] or 0)
-    silence_s = (now_ns - heard_ns) / 1e9 if heard_ns else None
+    written_ns = stream["updated_ns"] or stream["last_batch_ns"]
+    silence_ns = now_ns - written_ns if written_ns else None
     if state == "gapped":
         return StreamState(
             "gapped",
@@ -49,6 +49,19 @@ def judge(stream: dict[str, Any], now_ns: int) -> StreamState:
                 "The engine shut down in order: nothing is missing.",
             )
         return StreamState("disconnected", "disconnected", "bad", "plus", sentence)
+    if engine_ended:
+        return StreamState(
+            "stopped", "engine stopped", "quiet", "pause", "The engine has ended."
+        )
+    if silence_ns is not None and silence_ns > SILENT_AFTER_S * 1e9:
+        return StreamState(
+            "silent",
+            "silent",
+            "warning",
+            "bar",
+            f"Nobody has written about it for {formatting.duration(silence_ns)}: the "
+            "event consumer is not running, and nothing here is current.",
+        )
     if state == "replaying":
         return StreamState(
             "replaying",
@@ -56,19 +69,6 @@ def judge(stream: dict[str, Any], now_ns: int) -> StreamState:
             "warning",
             "triangle",
             "Older batches are being read again: figures catch up in a moment.",
-        )
-    if engine_ended:
-        return StreamState(
-            "stopped", "engine stopped", "quiet", "pause", "The engine has ended."
-        )
-    if silence_s is not None and silence_s > SILENT_AFTER_S:
-        return StreamState(
-            "silent",
-            "silent",
-            "warning",
-            "bar",
-            f"Nothing came for {formatting.duration(silence_s * 1e9)}, not even a "
-            "heartbeat: the engine, the network or the consumer is down.",
         )
     if stream["num_lost"] or stream["num_dropped"]:
         return StreamState(
@@ -99,7 +99,7 @@ def banner(streams: Sequence[dict[str, Any]], now_ns: int) -> Banner | None:
     for code, words in (
         ("gapped", "gapped, batches are being asked for again"),
         ("disconnected", "not connected"),
-        ("silent", "silent, not even a heartbeat"),
+        ("silent", "silent, the consumer is not running"),
     ):
         if names := by_code.get(code):
             some = ", ".join(f"**{name}**" for name in names[:4])

@@ -158,7 +158,7 @@ function detailNode(detail, open) {
 }
 
 function buildRow(row, columns, state, open) {
-  const tr = element("tr", "row");
+  const tr = element("tr", row.strong ? "row strong" : "row");
   tr.dataset.key = row.key;
   if (row.detail) {
     const cell = element("td", "toggle");

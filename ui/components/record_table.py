@@ -81,12 +81,16 @@ class Detail(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """``key`` is what the row is; ``stamp`` changes when it is worth a highlight."""
+    """``key`` is what the row is; ``stamp`` changes when it is worth a highlight.
+
+    ``name`` is what a screen reader calls it; ``strong`` sets a sum apart.
+    """
 
     key: str
     cells: Sequence[Cell]
     name: str = ""
     stamp: int | None = None
+    strong: bool = False
     detail: Detail | None = None
 
 
@@ -172,6 +176,7 @@ def record_table(
                 "key": row.key,
                 "name": formatting.visible(row.name),
                 "stamp": row.stamp,
+                "strong": row.strong,
                 "cells": list(row.cells),
                 "detail": _detail(row.detail),
             }

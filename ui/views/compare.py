@@ -207,36 +207,35 @@ def headline(a: dict[str, int], b: dict[str, int]) -> None:
     rate_a = a["cached"] / a["prompt"] if a["prompt"] else 0.0
     rate_b = b["cached"] / b["prompt"] if b["prompt"] else 0.0
     computed_a, computed_b = a["prompt"] - a["cached"], b["prompt"] - b["cached"]
-    one, two, three, four = st.columns(4, gap="small")
-    one.metric(
-        "Hit rate A",
-        f"{rate_a:.1%}",
-        help=f"{a['cached']:,} of {a['prompt']:,} prompt tokens reused.",
-        border=True,
-    )
-    two.metric(
-        "Hit rate B",
-        f"{rate_b:.1%}",
-        delta=f"{(rate_b - rate_a) * 100:+.1f} points",
-        help=f"{b['cached']:,} of {b['prompt']:,} prompt tokens reused; the difference "
-        "to A in percentage points.",
-        border=True,
-    )
-    three.metric(
-        "Computed A",
-        f"{computed_a:,}",
-        help="Prompt tokens that arm A had to compute.",
-        border=True,
-    )
     change = f"{(computed_b - computed_a) / computed_a:+.0%}" if computed_a else None
-    four.metric(
-        "Computed B",
-        f"{computed_b:,}",
-        delta=change,
-        delta_color="inverse",
-        help="Prompt tokens that arm B had to compute; the change against A. The two "
-        "arms generate answers of their own, so their prompts differ in length.",
-        border=True,
+    shell.metrics(
+        [
+            shell.Figure(
+                "Hit rate A",
+                f"{rate_a:.1%}",
+                f"{a['cached']:,} of {a['prompt']:,} prompt tokens reused.",
+            ),
+            shell.Figure(
+                "Hit rate B",
+                f"{rate_b:.1%}",
+                f"{b['cached']:,} of {b['prompt']:,} prompt tokens reused; the "
+                "difference to A in percentage points.",
+                delta=f"{(rate_b - rate_a) * 100:+.1f} points",
+            ),
+            shell.Figure(
+                "Computed A",
+                f"{computed_a:,}",
+                "Prompt tokens that arm A had to compute.",
+            ),
+            shell.Figure(
+                "Computed B",
+                f"{computed_b:,}",
+                "Prompt tokens that arm B had to compute; the change against A. Each "
+                "arm generates its own answers, so their prompts differ in length.",
+                delta=change,
+                less_is_better=True,
+            ),
+        ]
     )
 
 
@@ -260,7 +259,7 @@ def ab_table(
         TableRow(str(pair.turn), ab_cells(str(pair.turn), pair.a, pair.b))
         for pair in pairs
     ]
-    rows.append(TableRow("total", ab_cells("Total", total_a, total_b)))
+    rows.append(TableRow("total", ab_cells("Total", total_a, total_b), strong=True))
     record_table(columns, rows, key="ab_table", caption="A and B by turn")
 
 

@@ -98,7 +98,7 @@ def every() -> None:
 
 def conversation_row(row: dict[str, Any]) -> TableRow:
     """A conversation's row in the list."""
-    shown = row["session_id"] or row["conversation_id"]
+    shown = row["session_id"] or first_request(row["conversation_id"])
     link = shell.page_link(
         "conversations", shown, conversation=row["conversation_id"], of=row["label"]
     )
@@ -128,6 +128,11 @@ def conversation_row(row: dict[str, Any]) -> TableRow:
     )
 
 
+def first_request(conversation_id: str) -> str:
+    """What to call a conversation without a session id: its first request."""
+    return conversation_id.partition("/")[2] or conversation_id
+
+
 def one(conversation_id: str, label: str | None) -> None:
     """One conversation: its figures, the waterfall, its turns."""
     if st.button("All conversations", icon=":material/arrow_back:", type="tertiary"):
@@ -142,7 +147,7 @@ def one(conversation_id: str, label: str | None) -> None:
         st.code(formatting.visible(conversation_id), language=None, wrap_lines=True)
         return
     turns = choose_label(turns)
-    shown = turns[0]["session_id"] or conversation_id
+    shown = turns[0]["session_id"] or first_request(conversation_id)
     st.code(formatting.visible(shown), language=None, width="content")
     if not turns[0]["session_id"]:
         st.caption("No session id came with it: these requests reused each other.")
@@ -222,20 +227,22 @@ def figures(turns: Sequence[dict[str, Any]]) -> None:
     left = sum(turn["retained_boundary"] is not None for turn in turns)
     shell.metrics(
         [
-            ("Turns", f"{len(turns):,}", "Requests of the conversation."),
-            (
+            shell.Figure("Turns", f"{len(turns):,}", "Requests of the conversation."),
+            shell.Figure(
                 "Hit rate",
                 formatting.percent(cached, prompt),
                 f"{cached:,} of {prompt:,} prompt tokens of all turns were reused.",
             ),
-            (
+            shell.Figure(
                 "Computed again",
                 formatting.count(computed_again(turns)),
                 "Prompt tokens that the turn before had already computed and that were "
                 "not reused; at most, where a prompt does not replay all of it.",
             ),
-            ("Output", formatting.count(output), "Output tokens of all turns."),
-            (
+            shell.Figure(
+                "Output", formatting.count(output), "Output tokens of all turns."
+            ),
+            shell.Figure(
                 "Left a state",
                 f"{left} of {len(turns)}",
                 "Turns that published a checkpoint for the next.",

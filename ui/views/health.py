@@ -87,32 +87,32 @@ def headline(streams: list[dict[str, Any]], now_ns: int) -> None:
     lags = [s["lag_ns"] for s in streams if s["lag_ns"] is not None]
     shell.metrics(
         [
-            (
+            shell.Figure(
                 "Live",
                 f"{well} of {len(streams)}",
                 "Streams that are connected and complete at this moment.",
             ),
-            (
+            shell.Figure(
                 "Largest lag",
                 formatting.duration(max(lags, default=None)),
                 "From made to received, of the last batch of the slowest stream.",
             ),
-            (
+            shell.Figure(
                 "Events",
                 formatting.compact(sum(s["num_events"] for s in streams)),
                 "Events applied to the store, of all streams.",
             ),
-            (
+            shell.Figure(
                 "Replayed",
                 formatting.count(sum(s["num_replayed"] for s in streams)),
                 "Batches that were fetched again after a gap: nothing of them is lost.",
             ),
-            (
+            shell.Figure(
                 "Lost",
                 formatting.count(sum(s["num_lost"] for s in streams)),
                 "Batches that nobody holds any more: counts are too low by them.",
             ),
-            (
+            shell.Figure(
                 "Dropped",
                 formatting.count(sum(s["num_dropped"] for s in streams)),
                 "Events that an engine dropped because its queue was full: the engine "

@@ -118,37 +118,37 @@ def headline(figures: Figures) -> None:
     retained = dict(cells.outcomes()).get(RETAINED, 0)
     shell.metrics(
         [
-            (
+            shell.Figure(
                 "Hit rate",
                 formatting.percent(cached, prompt),
                 "Prompt tokens served from the prefix cache at the first admission, "
                 "of all prompt tokens of admitted requests.",
             ),
-            (
+            shell.Figure(
                 "Tokens reused",
                 formatting.compact(cached),
                 f"{cached:,} prompt tokens that did not have to be computed, of "
                 f"{prompt:,}.",
             ),
-            (
+            shell.Figure(
                 "Requests",
                 formatting.compact(cells.total("num_requests")),
                 f"{cells.total('num_requests'):,} requests with an event in the range; "
                 f"{cells.by_status('open'):,} of them run now.",
             ),
-            (
+            shell.Figure(
                 "Left a checkpoint",
                 formatting.percent(retained, ended),
                 f"{retained:,} of {ended:,} ended requests published a state for the "
                 "next turn.",
             ),
-            (
+            shell.Figure(
                 "Checkpoints used",
                 formatting.percent(use["hit"], use["published"]),
                 f"{use['hit']:,} of {use['published']:,} published checkpoints were "
                 "resumed from at least once.",
             ),
-            (
+            shell.Figure(
                 "Pinned now",
                 f"{figures.pinned_now['blocks']:,}",
                 f"KV-cache blocks held by {figures.pinned_now['checkpoints']:,} "
@@ -250,7 +250,11 @@ def worth_a_look(figures: Figures) -> None:
         help="The most frequent reasons for which something can be done.",
     )
     findings = [
-        (number, reasons.no_checkpoint(outcome), {"outcome": outcome})
+        (
+            number,
+            reasons.no_checkpoint(outcome),
+            {"outcome": shell.outcome_words(outcome)},
+        )
         for outcome, number in figures.breakdown.outcomes()
         if outcome not in (None, RETAINED) and reasons.no_checkpoint(outcome).advice
     ][:4]

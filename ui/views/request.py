@@ -207,36 +207,38 @@ def figures(request: dict[str, Any]) -> None:
     finished = request["finished_ns"]
     shell.metrics(
         [
-            ("Prompt", formatting.count(prompt), "Prompt tokens of the request."),
-            (
+            shell.Figure(
+                "Prompt", formatting.count(prompt), "Prompt tokens of the request."
+            ),
+            shell.Figure(
                 "Reused",
                 formatting.count(cached),
                 "Prompt tokens served from the prefix cache at the first admission: "
                 "the reuse depth, and what the client saw as cached_tokens.",
             ),
-            (
+            shell.Figure(
                 "Prefilled",
                 formatting.count(prompt - cached if known else None),
                 "Prompt tokens that had to be computed.",
             ),
-            (
+            shell.Figure(
                 "Decoded",
                 formatting.count(request["num_output_tokens"]),
                 "Output tokens generated.",
             ),
-            (
+            shell.Figure(
                 "Retained",
                 formatting.count(request["retained_boundary"]),
                 "The deepest boundary (tokens) that the request published.",
             ),
-            (
+            shell.Figure(
                 "Queued",
                 formatting.duration(
                     admitted - arrived if admitted and arrived else None
                 ),
                 "From arrival to the first admission by the scheduler.",
             ),
-            (
+            shell.Figure(
                 "Took",
                 formatting.duration(
                     finished - arrived if finished and arrived else None

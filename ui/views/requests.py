@@ -44,12 +44,11 @@ def filter_bar() -> RequestFilter:
             icon=":material/search:",
             help="Part of a request id, session id or conversation id.",
         )
+        # The address holds what is shown, not the code: shell.outcome_words.
         outcomes = st.multiselect(
             "Left for the next turn",
-            [RETAINED, *reasons.NO_CHECKPOINT],
-            format_func=lambda o: (
-                "retained" if o == RETAINED else reasons.no_checkpoint(o).short
-            ),
+            [RETAINED, *reasons.NO_CHECKPOINT, *reasons.UNSUPPORTED],
+            format_func=shell.outcome_words,
             key="outcome",
             bind="query-params",
             placeholder="anything",
@@ -98,10 +97,7 @@ def filter_bar() -> RequestFilter:
             engine_ids = st.multiselect(
                 "Engine start",
                 list(by_id),
-                format_func=lambda e: (
-                    f"{by_id[e]['label'] or 'unlabelled'} · {e[:8]} · "
-                    f"{shell.local_time(by_id[e]['started_ns'])}"
-                ),
+                format_func=lambda e: f"{by_id[e]['label'] or 'unlabelled'} · {e[:8]}",
                 key="engine",
                 bind="query-params",
                 help="One start of an engine: its epoch.",
