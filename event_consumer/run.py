@@ -16,7 +16,7 @@ from event_consumer.otlp import OtlpSettings, OtlpSettingsError
 from event_consumer.service import Service, install_signals
 from event_consumer.settings import ConsumerSettings, SettingsError
 from event_consumer.store import Store, StoreError
-from event_consumer.tracing import RequestTracer
+from event_consumer.tracing import RequestTracer, TraceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,12 @@ async def serve(
 
         tracer = None
         if otlp is not None:
-            tracer = RequestTracer(otlp)
+            tracer = RequestTracer(otlp, _trace_settings(settings))
             stack.push_async_callback(_in_thread, tracer.shutdown, EXPORT_DRAIN_S)
         metrics = CheckpointMetrics(
-            otlp, streams=streams, exports=tracer.stats if tracer else tuple
+            otlp if settings.otlp_metrics else None,
+            streams=streams,
+            exports=tracer.stats if tracer else tuple,
         )
         stack.push_async_callback(_in_thread, metrics.shutdown, EXPORT_DRAIN_S)
         service = Service(
@@ -100,6 +102,14 @@ def _otlp(settings: ConsumerSettings) -> OtlpSettings | None:
         )
     except OtlpSettingsError as error:
         raise SettingsError(str(error)) from None
+
+
+def _trace_settings(settings: ConsumerSettings) -> TraceSettings:
+    return TraceSettings(
+        sample_ratio=settings.trace_sample_ratio,
+        log_records=settings.otlp_logs,
+        span_events=settings.trace_span_events,
+    )
 
 
 async def _in_thread(work: Callable[[float], object], timeout_s: float) -> None:

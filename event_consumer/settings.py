@@ -88,11 +88,15 @@ class ConsumerSettings(BaseSettings):
     """What ``event-consumer run`` does.
 
     ``store``: SQLAlchemy URL, SQLite or PostgreSQL. ``otlp``: collector, None for
-    no export. ``http``: address of ``/healthz`` and ``/metrics``, or ``off``.
-    ``flush_interval_s``: how often what came is committed. ``keep_days``: rows
-    whose last event is older are deleted (0: never). ``dns_refresh_s``: how often
-    names are asked for again. ``replay_timeout_s``, ``replay_attempts``: silence of
-    a replay that counts as a failure, and failures after which a gap is lost.
+    no export; ``otlp_protocol``: ``grpc`` or ``http/protobuf``, None lets the URL
+    say. ``otlp_logs`` and ``otlp_metrics`` are for collectors that take traces only
+    (Jaeger: switch both off), ``trace_span_events`` for backends that show no logs.
+    ``trace_sample_ratio``: share of the traces that are exported. ``http``: address
+    of ``/healthz`` and ``/metrics``, or ``off``. ``flush_interval_s``: how often what
+    came is committed. ``keep_days``: rows whose last event is older are deleted (0:
+    never). ``dns_refresh_s``: how often names are asked for again.
+    ``replay_timeout_s``, ``replay_attempts``: silence of a replay that counts as a
+    failure, and failures after which a gap is lost.
     ``max_waiting``: batches that may wait behind a gap. ``engine_lost_after_s``:
     how long a connection may be broken before its engine counts as lost.
     ``max_frame_bytes``: longer frames are counted and skipped.
@@ -106,6 +110,10 @@ class ConsumerSettings(BaseSettings):
     store: str = DEFAULT_URL
     otlp: str | None = None
     otlp_protocol: str | None = None
+    otlp_logs: bool = True
+    otlp_metrics: bool = True
+    trace_span_events: bool = False
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     http: str = DEFAULT_HTTP
     flush_interval_s: _Positive = 0.2
     keep_days: Annotated[float, Field(ge=0)] = 30
