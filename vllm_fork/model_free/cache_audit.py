@@ -10,7 +10,10 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
 )
 
+from vllm_fork.events import EXACT_TAIL, CheckpointPinned
+from vllm_fork.exact_tail import is_private_key
 from vllm_fork.model_free.engine import ModelFreeEngine
+from vllm_fork.model_free.event_recorder import EventRecorder
 from vllm_fork.model_free.worker import TokenSequence
 
 
@@ -22,6 +25,8 @@ class PrefixCacheAudit:
         self._engine = engine
         self._promises: dict[bytes, tuple[TokenSequence, int]] = {}
         self._num_known: dict[str, int] = {}
+        self._tail_in_block: dict[int, tuple[TokenSequence, int]] = {}
+        self._num_events = 0
 
     def problems(self) -> list[str]:
         """One sentence a wrong entry.
@@ -29,6 +34,7 @@ class PrefixCacheAudit:
         Valid between two calls of :meth:`ModelFreeEngine.step`.
         """
         self._learn_hashes()
+        self._learn_tails()
         pool = self._engine.scheduler.kv_cache_manager.block_pool
         return [
             problem
@@ -46,24 +52,41 @@ class PrefixCacheAudit:
                 self._promises[hashes[i]] = (sequence, (i + 1) * worker.hash_unit)
             self._num_known[request_id] = len(hashes)
 
+    def _learn_tails(self) -> None:
+        """An exact tail's key says nothing to us; its events name its blocks."""
+        recorder = getattr(self._engine.scheduler, "publisher", None)
+        if not isinstance(recorder, EventRecorder):
+            return
+        for event in recorder.events[self._num_events :]:
+            if isinstance(event, CheckpointPinned) and (
+                event.boundary_kind == EXACT_TAIL
+            ):
+                sequence = self._engine.worker.sequences[event.request_id]
+                for block_id in event.block_ids:
+                    self._tail_in_block[block_id] = (sequence, event.boundary)
+        self._num_events = len(recorder.events)
+
     def _check(
         self,
         key: BlockHashWithGroupId,
         blocks: KVCacheBlock | dict[int, KVCacheBlock],
     ) -> Iterator[str]:
         block_hash, group_id = get_block_hash(key), get_group_id(key)
-        if block_hash not in self._promises:
-            yield f"group {group_id}: no request has the hash {block_hash.hex()}"
-            return
-        sequence, num_tokens = self._promises[block_hash]
         for block in blocks.values() if isinstance(blocks, dict) else [blocks]:
-            where = f"group {group_id} block {block.block_id} for {num_tokens} tokens"
-            if group_id in self._engine.worker.mamba_groups:
-                problem = self._check_state(block, group_id, sequence, num_tokens)
+            where = f"group {group_id} block {block.block_id}"
+            if is_private_key(block_hash):
+                promise = self._tail_in_block.get(block.block_id)
             else:
-                problem = self._check_page(block, group_id, sequence, num_tokens)
+                promise = self._promises.get(block_hash)
+            if promise is None:
+                yield f"{where}: nobody has the hash {block_hash.hex()}"
+                continue
+            if group_id in self._engine.worker.mamba_groups:
+                problem = self._check_state(block, group_id, *promise)
+            else:
+                problem = self._check_page(block, group_id, *promise)
             if problem:
-                yield f"{where}: {problem}"
+                yield f"{where} for {promise[1]} tokens: {problem}"
 
     def _check_state(
         self,

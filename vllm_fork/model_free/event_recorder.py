@@ -57,7 +57,7 @@ class EventRecorder:
         return problems
 
     def _replay(self, problems: list[str] | None = None) -> dict[int, str]:
-        allowed = {
+        allowed: dict[type[Event], tuple[str, set[str | None]]] = {
             CheckpointPinned: ("pinned", {None}),
             CheckpointPromoted: ("promoted", {"pinned"}),
             CheckpointPublished: ("published", {"promoted"}),
