@@ -23,13 +23,6 @@ answer_tokens = st.lists(any_token.filter(lambda token: token != END_ID), max_si
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny-model")
-    write_tiny_model(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def tokenizer(model_dir: Path):
     from transformers import AutoTokenizer
 

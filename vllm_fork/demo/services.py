@@ -95,6 +95,9 @@ def start_engine(arm: Arm, model: Path, log: Path) -> Service:
                 RETENTION_ENV: json.dumps(settings),
                 "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
                 "VLLM_SERVER_DEV_MODE": "1",  # has /reset_prefix_cache
+                # Threads that wait for each other are slower than one on few cores.
+                "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             }
         ),
     )
