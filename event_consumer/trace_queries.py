@@ -166,6 +166,11 @@ def count_traces_by(store: Store, which: TraceFilter, column: str) -> list[Row]:
 _PREVIOUS: Final = requests.alias("previous")
 
 
+def _begin(table: Any) -> ColumnElement[Any]:
+    """:func:`event_consumer.queries.begin_ns` in SQL."""
+    return func.coalesce(table.c.arrival_ns, table.c.admitted_ns, table.c.last_event_ns)
+
+
 def _previous(column: ColumnElement[Any]) -> Any:
     """``column`` of the turn before, of the same label: an A/B pair of engines may
     play one conversation."""
@@ -174,9 +179,9 @@ def _previous(column: ColumnElement[Any]) -> Any:
         .where(
             _PREVIOUS.c.conversation_id == requests.c.conversation_id,
             _PREVIOUS.c.label == requests.c.label,
-            _PREVIOUS.c.arrival_ns < requests.c.arrival_ns,
+            _begin(_PREVIOUS) < _begin(requests),
         )
-        .order_by(_PREVIOUS.c.arrival_ns.desc())
+        .order_by(_begin(_PREVIOUS).desc())
         .limit(1)
         .correlate(requests)
         .scalar_subquery()
