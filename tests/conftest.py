@@ -6,6 +6,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DO_NOT_TRACK"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+# Two cores are shared by engines, services and a browser: do not spin on them.
+os.environ["KMP_BLOCKTIME"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # Two OpenMP threads that wait for each other take a hundred times as long as soon as
 # anything else runs on one of two cores; the tiny model needs no second one.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -606,6 +606,9 @@ class RetentionController:
             del self._promoted[request_id]
             self._discard(checkpoint, "rewound")
             return
+        # This may cache the state as well, where a positive retention interval
+        # keeps this boundary: so look at the blocks afterwards.
+        self._cache_attention(request, boundary, materialized)
         fresh = [
             (manager, block)
             for manager, block in zip(self._mamba, checkpoint.blocks, strict=True)
@@ -615,7 +618,6 @@ class RetentionController:
             del self._promoted[request_id]
             self._discard(checkpoint, "already_cached")
             return
-        self._cache_attention(request, boundary, materialized)
         null = self._pool.null_block
         for manager, block in fresh:
             end = boundary // manager.block_size
