@@ -295,9 +295,10 @@ def _own_refusals_in_one_sentence() -> Iterator[None]:
 
 def _gist(error: Exception) -> str:
     """An error on one line; of a pydantic one, what its validators said."""
+    text = str(error)
     if isinstance(error, ValidationError):
-        return "; ".join(item["msg"] for item in error.errors())
-    return " ".join(str(error).split()) or type(error).__name__
+        text = "; ".join(item["msg"] for item in error.errors())
+    return " ".join(text.split()) or type(error).__name__
 
 
 def _refusal(sentence: str) -> StartRefused:
@@ -364,8 +365,5 @@ def _hidden(names: tuple[str, ...]) -> Iterator[None]:
 
 
 def _log_as_vllm_does() -> None:
-    """Send our log lines where vLLM's go, in its format."""
-    ours, theirs = logging.getLogger("vllm_fork"), logging.getLogger("vllm")
-    if not ours.handlers and theirs.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
+    """Send our log lines where vLLM's go, whenever it is told where that is."""
+    logging.getLogger("vllm_fork").parent = logging.getLogger("vllm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -160,6 +161,17 @@ def make_publisher() -> Iterator[Callable[..., CheckpointPublisher]]:
     yield make
     for publisher in made:
         publisher.shutdown(timeout_s=0)
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """What the publisher says. (caplog sees it only while vLLM is not loaded.)"""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    publisher_module.logger.addHandler(handler)
+    yield lines
+    publisher_module.logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -1,0 +1,182 @@
+"""The command as a user meets it: its own process, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zmq
+from typer.testing import CliRunner
+
+from vllm_fork import activation, plugin
+from vllm_fork.cli import app
+from vllm_fork.config import RETAIN_ENV, RETENTION_ENV, SERVE_ENV
+
+SCRIPTS = Path(sys.executable).parent
+pytestmark = pytest.mark.timeout(180)
+
+
+def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(SCRIPTS / command[0]), *command[1:]],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def settings(**events: object) -> dict[str, str]:
+    return {RETENTION_ENV: json.dumps({"events": events})}
+
+
+FREE = settings(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+
+
+def test_importing_it_is_light():
+    code = (
+        "import sys, vllm_fork.cli, vllm_fork.events, vllm_fork.plugin;"
+        "print({'vllm', 'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = run("python", "-c", code)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_vllm_serve_is_refused_in_one_sentence(hybrid_model):
+    done = run(
+        *("vllm", "serve", str(hybrid_model), "--no-enable-prefix-caching"),
+        **{RETAIN_ENV: "1"},
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("vllm-fork: Decode checkpoints are")
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_vllm_fork_serve_is_refused_in_one_sentence(hybrid_model):
+    with zmq.Context() as context, context.socket(zmq.PUB) as taken:
+        port = taken.bind_to_random_port("tcp://127.0.0.1")
+        done = run(
+            *("vllm-fork", "serve", str(hybrid_model), "--max-model-len", "2048"),
+            **settings(
+                endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint="tcp://127.0.0.1:0"
+            ),
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "vllm-fork: The event stream cannot start: tcp://127.0.0.1:"
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({RETENTION_ENV: "{"}, f"{RETENTION_ENV} is not JSON"),
+        ({RETAIN_ENV: "maybe"}, f"{RETAIN_ENV} is 'maybe': expected 0 or 1."),
+        ({"VLLM_PLUGINS": "other"}, "set VLLM_PLUGINS=other,vllm_fork, or unset it."),
+    ],
+)
+def test_bad_environment_is_told_before_anything_is_loaded(environ, sentence):
+    done = run("vllm-fork", "serve", "no-such-model", **environ)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert sentence in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def doctor(*arguments: str) -> tuple[dict, int]:
+    """In this process: loading vLLM takes seconds."""
+    result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
+    return json.loads(result.stdout.splitlines()[-1]), result.exit_code
+
+
+@pytest.fixture
+def quiet_environment(monkeypatch):
+    """The doctor sets variables: they go with the test."""
+    # Not the runner's stream, which is closed after it.
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.__stderr__")
+    for name in ("VLLM_LOGGING_LEVEL", SERVE_ENV):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in FREE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(plugin, "serving_pid", None)
+
+
+@pytest.mark.usefixtures("quiet_environment")
+class TestDoctor:
+    def test_hybrid_model(self, hybrid_model):
+        report, code = doctor(str(hybrid_model), "--max-model-len", "2048")
+        assert (report["retention"], report["reason"], code) == ("on", None, 0)
+        assert {f["subject"] for f in report["findings"]} == {
+            "version",
+            "plugin",
+            "settings",
+            "events",
+            "tracing",
+        }
+
+    def test_model_that_is_not_hybrid(self, dense_model):
+        report, code = doctor(str(dense_model))
+        assert (report["retention"], code) == ("off", 1)
+        assert report["reason"].startswith("LlamaForCausalLM is not a hybrid model")
+
+    def test_argument_that_prevents_it(self, hybrid_model):
+        report, code = doctor(str(hybrid_model), "--no-enable-prefix-caching")
+        assert (report["retention"], code) == ("refused", 1)
+        assert "prefix cache, which is off" in report["reason"]
+
+    def test_words(self, dense_model):
+        result = CliRunner().invoke(app, ["doctor", str(dense_model)])
+        assert result.stdout.splitlines()[-1].startswith("retention off: Llama")
+
+    def test_healthy(self):
+        report, code = doctor()
+        assert (report["retention"], code) == ("unknown", 0)
+
+    def test_plugin_not_allowed(self, monkeypatch):
+        monkeypatch.setenv("VLLM_PLUGINS", "")
+        report, code = doctor("some-model")
+        assert (report["retention"], code) == ("refused", 1)
+        assert "set VLLM_PLUGINS=vllm_fork" in report["reason"]
+
+    def test_switched_off(self, monkeypatch):
+        monkeypatch.setenv(RETAIN_ENV, "0")
+        report, code = doctor("some-model")
+        assert (report["retention"], code) == ("off", 1)
+
+    def test_unreadable_settings(self, monkeypatch):
+        monkeypatch.setenv(RETENTION_ENV, '{"retian": 1}')
+        report, code = doctor("some-model")
+        assert (report["retention"], code) == ("refused", 1)
+        assert "did you mean 'retain'" in report["reason"]
+
+    def test_taken_port(self, monkeypatch):
+        with zmq.Context() as context, context.socket(zmq.PUB) as taken:
+            port = taken.bind_to_random_port("tcp://127.0.0.1")
+            endpoint = f"tcp://127.0.0.1:{port}"
+            monkeypatch.setenv(*next(iter(settings(endpoint=endpoint).items())))
+            report, code = doctor()
+        assert code == 1
+        sentences = [f["sentence"] for f in report["findings"]]
+        assert any(f"{endpoint} is in use" in sentence for sentence in sentences)
+
+
+def test_plugin_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(activation, "NAME", "no_such_plugin")
+    assert "install vllm-fork into the environment" in activation.why_inactive({})
+
+
+def test_plugin_that_does_not_import(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm_fork.plugin", None)
+    assert "cannot be imported" in activation.why_inactive({})
+
+
+@pytest.mark.parametrize("allowed", ["vllm_fork", "other,vllm_fork"])
+def test_plugin_that_is_allowed(allowed):
+    assert activation.why_inactive({"VLLM_PLUGINS": allowed}) is None
