@@ -30,6 +30,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--label", default="scripted")
     parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--buffer-batches", type=int, default=1_000_000)
+    parser.add_argument("--hold-at", type=int, help="batch after which to wait, too")
     parser.add_argument("--wait-start", action="store_true", help="for a line on stdin")
     args = parser.parse_args()
 
@@ -41,7 +43,7 @@ def main() -> None:
             replay_endpoint=args.replay,
             label=args.label,
             heartbeat_s=0.2,
-            buffer_batches=1_000_000,
+            buffer_batches=args.buffer_batches,
             buffer_bytes=1 << 30,
             queue_size=10_000_000,
         ),
@@ -60,7 +62,10 @@ def main() -> None:
         sys.stdin.readline()
     begin = time.monotonic()
     count = 0
-    for batch in batches(lives, args.events, args.batch):
+    for number, batch in enumerate(batches(lives, args.events, args.batch)):
+        if number == args.hold_at:
+            say(events=count)
+            sys.stdin.readline()
         publisher.publish(batch)
         count += len(batch)
         if args.rate:
