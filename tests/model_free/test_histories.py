@@ -38,6 +38,12 @@ from vllm_fork.model_free import (
 )
 
 NUM_CONVERSATIONS = 3
+PUBLISH_ON = [
+    ["stop"],
+    ["stop"],
+    ["stop", "length", "abort"],
+    ["stop", "length", "abort", "preempt"],
+]
 
 
 @dataclass(frozen=True)
@@ -100,15 +106,14 @@ def without_stock_fault(cls: type[Scheduler]) -> type[Scheduler]:
 class Histories(RuleBasedStateMachine):
     """Conversations that take turns, end in every way, and share prefixes."""
 
-    retain: dict | None = None
-    """The settings of retention; None: stock vLLM."""
-
-    def scheduler_class(self, cls: type[Scheduler]) -> type[Scheduler]:
-        cls = without_stock_fault(cls)
-        return cls if self.retain is None else with_recorded_checkpoints(cls)
+    def retention_settings(
+        self, exact_tail: bool, copy_units: int, publish_on: list[str]
+    ) -> dict | None:
+        """None: stock vLLM."""
+        return None
 
     def check_step(self) -> None:
-        if self.retain is None:
+        if self.settings is None:
             assert references_beyond_requests(self.engine.scheduler) == {}
         else:
             assert self.engine.scheduler.check_integrity() is not None
@@ -122,6 +127,9 @@ class Histories(RuleBasedStateMachine):
         token_budget=st.sampled_from([24, 96, 4096]),
         retention_interval=st.sampled_from([0, 0, 2]),
         v2_model_runner=st.booleans(),
+        exact_tail=st.booleans(),
+        copy_units=st.sampled_from([0, 0, 1, 3]),
+        publish_on=st.sampled_from(PUBLISH_ON),
         seed=st.integers(0, 1 << 16),
     )
     def start(
@@ -134,14 +142,21 @@ class Histories(RuleBasedStateMachine):
         token_budget,
         retention_interval,
         v2_model_runner,
+        exact_tail,
+        copy_units,
+        publish_on,
         seed,
     ):
         self.block_size, self.hash_unit = (64, 16) if exports else (32, 4)
         self.max_tokens = num_request_blocks * self.block_size
+        self.settings = self.retention_settings(exact_tail, copy_units, publish_on)
+        cls = without_stock_fault(mode.scheduler)
+        if self.settings is not None:
+            cls = with_recorded_checkpoints(cls)
         self.random = random.Random(seed)
         acceptance = random.Random(seed + 1)
         self.engine: ModelFreeEngine = make_engine(
-            self.scheduler_class(mode.scheduler),
+            cls,
             batch_queue_size=mode.batch_queue_size,
             accept=lambda request_id, position, drafts: acceptance.randint(0, drafts),
             block_size=self.block_size,
@@ -158,7 +173,7 @@ class Histories(RuleBasedStateMachine):
             max_num_batched_tokens=token_budget,
             max_num_seqs=NUM_CONVERSATIONS,
             v2_model_runner=v2_model_runner,
-            settings=self.retain,
+            settings=self.settings,
         )
         self.audit = PrefixCacheAudit(self.engine)
         self.shared = self.tokens(3 * self.block_size)
@@ -196,18 +211,21 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.idle())
     @rule(
         pick=st.integers(0, NUM_CONVERSATIONS - 1),
-        kept=st.sampled_from([1.0, 1.0, 1.0, 0.7]),
+        replayed=st.sampled_from(["all", "all", "all", "no stop token", "rewritten"]),
         num_new=st.integers(1, 40),
         num_answer=st.integers(1, 130),
         to_boundary=st.sampled_from([None, None, -1, 0, 1]),
         ending=st.sampled_from(["stop", "stop", "stop", "length"]),
         salt=st.sampled_from([None, None, None, "salt"]),
     )
-    def turn(self, pick, kept, num_new, num_answer, to_boundary, ending, salt):
-        """A client asks on; with ``kept`` below 1 it rewrites the end of the past."""
+    def turn(self, pick, replayed, num_new, num_answer, to_boundary, ending, salt):
+        """A client asks on; it may render the past otherwise than it was."""
         conversation = self.idle()[pick % len(self.idle())]
         past = self.history[conversation]
-        past = past[: int(len(past) * kept)]
+        if replayed == "no stop token":
+            past = past[:-1]
+        elif replayed == "rewritten":
+            past = past[: int(len(past) * 0.7)]
         if len(past) + num_new + 1 >= self.max_tokens - self.block_size:
             past = self.shared[: self.random.randrange(len(self.shared))]
         prompt = past + self.tokens(num_new)
@@ -231,6 +249,15 @@ class Histories(RuleBasedStateMachine):
         )
         self.running[conversation] = request_id
         self.history[conversation] = prompt + answer
+
+    @precondition(lambda self: self.idle())
+    @rule(
+        pick=st.integers(0, NUM_CONVERSATIONS - 1),
+        other=st.integers(0, NUM_CONVERSATIONS - 1),
+    )
+    def fork(self, pick, other):
+        """One conversation goes on from where another one is."""
+        self.history[self.idle()[pick % len(self.idle())]] = self.history[other]
 
     @rule(count=st.integers(1, 80))
     def steps(self, count):
@@ -277,7 +304,7 @@ class Histories(RuleBasedStateMachine):
         assert references_beyond_requests(self.engine.scheduler) == {}
         assert self.engine.num_leaked_blocks == 0
         assert self.engine.scheduler.reset_prefix_cache()
-        if self.retain is not None:
+        if self.settings is not None:
             assert self.engine.events.lifecycle_problems() == []
             assert self.engine.events.open_checkpoints() == []
 
@@ -285,7 +312,20 @@ class Histories(RuleBasedStateMachine):
 class BlockAlignedHistories(Histories):
     """The same, with checkpoints at block boundaries retained."""
 
-    retain = {"retain": True, "exact_tail": False}  # noqa: RUF012
+    def retention_settings(self, exact_tail, copy_units, publish_on):
+        return {"retain": True, "exact_tail": False, "publish_on": publish_on}
+
+
+class CheckpointHistories(Histories):
+    """With exact tails and rolling copies as well."""
+
+    def retention_settings(self, exact_tail, copy_units, publish_on):
+        return {
+            "retain": True,
+            "exact_tail": exact_tail,
+            "copy_interval": copy_units * self.hash_unit,
+            "publish_on": publish_on,
+        }
 
 
 def play(machine: type[Histories], num_histories: int) -> None:
@@ -311,9 +351,17 @@ def test_stock_has_no_wrong_state():
 
 
 def test_block_aligned_checkpoints():
-    play(BlockAlignedHistories, 200)
+    play(BlockAlignedHistories, 100)
+
+
+def test_all_checkpoints():
+    play(CheckpointHistories, 200)
 
 
 @pytest.mark.nightly
-def test_block_aligned_checkpoints_at_length():
-    play(BlockAlignedHistories, 2000)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "machine", [Histories, BlockAlignedHistories, CheckpointHistories]
+)
+def test_many_histories(machine):
+    play(machine, 2000)

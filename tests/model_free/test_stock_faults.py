@@ -1,0 +1,79 @@
+"""Faults of vLLM 0.32 that the harness found without any of our code.
+
+Each test shows the fault; when one fails, vLLM has repaired it, and what guards
+against it here can go.
+"""
+
+import random
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_fork.model_free import (
+    STOP_TOKEN,
+    PrefixCacheAudit,
+    make_engine,
+    make_request,
+)
+
+rng = random.Random(0)
+
+
+def tokens(count: int) -> list[int]:
+    return [rng.randrange(20, 500) for _ in range(count)]
+
+
+def test_stock_copies_from_a_block_not_yet_copied():
+    """Two requests admitted in one step share more than the recurrent state covers.
+
+    The second's copy-on-write source is the first's destination, and the worker
+    reads all sources before it writes any destination.
+    """
+    engine = make_engine(Scheduler, block_size=32, hash_unit=4)
+    shared = tokens(40)
+    engine.add(make_request("past", shared[:9], hash_unit=4), [STOP_TOKEN])
+    engine.run()
+    for name in ("one", "other"):
+        engine.add(make_request(name, shared + tokens(40), hash_unit=4), [STOP_TOKEN])
+    engine.run()
+    assert [engine.finished[n].cached_tokens for n in ("one", "other")] == [8, 8]
+    assert {error.request_id for error in engine.worker.errors} == {"other"}
+    assert "attention page wrong" in engine.worker.errors[0].problem
+
+
+def test_stock_hashes_a_state_below_its_boundary():
+    """A shared-prefix junction behind a hit that ends inside a block, where the
+    backend exports prefill states (Mamba2, KDA)."""
+    engine = make_engine(
+        Scheduler, block_size=64, hash_unit=16, num_prefill_checkpoint_blocks=1
+    )
+    shared = tokens(256)
+    # Leaves a recurrent state at 160 tokens, and attention for more.
+    engine.add(make_request("past", shared[:161], hash_unit=16), shared[161:])
+    while len(engine.requests["past"].all_token_ids) < 256:
+        engine.step()
+    engine.add(make_request("next", shared + tokens(93), hash_unit=16), [STOP_TOKEN])
+    audit = PrefixCacheAudit(engine)
+    while not engine.requests["next"].is_finished():
+        engine.step()
+    assert engine.finished["next"].cached_tokens == 160
+    assert any(
+        "for 256 tokens: holds State(num_tokens=224" in p for p in audit.problems()
+    )
+
+
+def test_stock_truncates_a_page_that_it_copies():
+    """``copy_kv_cache_blocks_inplace`` copies the bytes of the Mamba view alone where
+    that comes first: the end of an attention tail is lost after a sub-block hit."""
+    outcomes = {}
+    for copied_slots in (None, 20):
+        engine = make_engine(
+            Scheduler, block_size=32, hash_unit=4, copied_slots=copied_slots
+        )
+        prompt = tokens(29)
+        for name in ("past", "next"):
+            engine.add(make_request(name, prompt, hash_unit=4), [STOP_TOKEN])
+            engine.run()
+        assert engine.finished["next"].cached_tokens == 28
+        outcomes[copied_slots] = [error.problem for error in engine.worker.errors]
+    assert outcomes[None] == []
+    assert outcomes[20] == ["attention page wrong at token 20"]
