@@ -1,13 +1,21 @@
-"""Whole pages for copy-on-write: repairs a fault of vLLM's block-copy helper.
+"""Copy-on-write done right: repairs two faults of vLLM 0.32.0's block copies.
 
-A hybrid model overlays the views of an attention layer and of a Mamba layer on one
-page. After a hit inside a block vLLM copies the page for the new request, but
-``copy_kv_cache_blocks_inplace`` copies each address once, through whichever view it
-meets first. Where that is the Mamba view and its page is padded, the tail of the
-attention page stays behind, and the output is wrong (vLLM 0.32.0, with or without
-this project). Copying through the *widest* view of each address moves everything.
+Both exist without this project; hits inside a block, which it makes common, are what
+shows them.
 
+**Truncated pages** (worker). A hybrid model overlays the views of an attention layer
+and of a Mamba layer on one page. After a hit inside a block vLLM copies the page for
+the new request, but ``copy_kv_cache_blocks_inplace`` copies each address once, through
+whichever view it meets first. Where that is the Mamba view and its page is padded, the
+tail of the attention page stays behind. Copying through the *widest* view of each
+address moves everything.
 vLLM's own helper still does the copying: only the order of the views changes.
+
+**Chained copies** (scheduler). Two requests admitted in one step can share a block
+that the first of them is still to receive: then one copy's destination is the next
+one's source. The helper gathers every source before it scatters, so the second gets
+what the block held *before*, and the wrong page stays in the cache.
+:func:`resolve_chains` lets it copy from where the content is.
 """
 
 from __future__ import annotations
@@ -85,6 +93,20 @@ def bytes_of_block(view: torch.Tensor, num_blocks: int) -> int:
     shape = (kernel_blocks, *view.shape[1:])
     last = sum((n - 1) * stride for n, stride in zip(shape, view.stride(), strict=True))
     return (last + 1) * view.element_size()
+
+
+def resolve_chains(copies: list[Any]) -> list[Any]:
+    """``copies`` of one step with every source a block that no earlier one fills.
+
+    ``copies`` are vLLM's ``KVCacheBlockCopy``, in the order they were queued.
+    """
+    origin: dict[int, int] = {}
+    resolved = []
+    for copy in copies:
+        source = origin.get(copy.src_block_id, copy.src_block_id)
+        origin[copy.dst_block_id] = source
+        resolved.append(copy._replace(src_block_id=source))
+    return resolved
 
 
 def truncated_bytes(kv_caches: Iterable[torch.Tensor], num_blocks: int) -> int:

@@ -31,6 +31,7 @@ from vllm.v1.request import RequestStatus
 
 import vllm_fork
 from vllm_fork import events
+from vllm_fork.block_copy import resolve_chains
 from vllm_fork.cache_index import CachedState, CacheIndex
 from vllm_fork.checkpoint import Checkpoint
 from vllm_fork.config import Settings, load_settings
@@ -110,6 +111,7 @@ class CheckpointSchedulerMixin(_Base):
                 self.tails,
                 self._copy_interval(settings),
             )
+            self._resolve_chained_copies()
         self._found: tuple[str, CachedState | None] = ("", None)
         self._resetting = False
         self._in_step = False
@@ -196,6 +198,8 @@ class CheckpointSchedulerMixin(_Base):
             request
         ):
             hit = self._deepen(request, *hit)
+        if self.retention is not None:
+            hit = self._without_unsafe_junction(*hit)
         blocks, num_tokens = hit[0], hit[1]
         state = None
         if num_tokens:
@@ -205,6 +209,23 @@ class CheckpointSchedulerMixin(_Base):
                     break
         self._found = (request.request_id, state)
         return hit
+
+    def _without_unsafe_junction(
+        self,
+        blocks: KVCacheBlocks,
+        num_tokens: int,
+        shared_prefix_boundary: int,
+        diverged: bool,
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """Give up a shared-prefix junction that vLLM 0.32.0 would mislabel.
+
+        Backends that export prefill states (Mamba2, KDA), after a hit inside a
+        block: the chunk that ends at the junction is cut relative to the hit, and
+        the state is cached under the hash of a boundary it is not at.
+        """
+        if self.mamba_has_prefill_checkpoint_blocks and num_tokens % self.block_size:
+            shared_prefix_boundary = 0
+        return blocks, num_tokens, shared_prefix_boundary, diverged
 
     def _deepen(
         self,
@@ -230,6 +251,21 @@ class CheckpointSchedulerMixin(_Base):
             tail.num_tokens,
             shared_prefix_boundary,
             False,
+        )
+
+    def _resolve_chained_copies(self) -> None:
+        """Repair vLLM's copies of a step on their way out: see ``block_copy``."""
+        manager = self.kv_cache_manager
+        take = manager.take_kv_cache_block_copies
+
+        def take_kv_cache_block_copies() -> Any:
+            copies, retained = take()
+            if len(copies) > 1:
+                copies = resolve_chains(copies)
+            return copies, retained
+
+        manager.take_kv_cache_block_copies = (  # type: ignore[method-assign]
+            take_kv_cache_block_copies
         )
 
     def _observe_admissions(self) -> None:
