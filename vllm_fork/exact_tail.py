@@ -88,6 +88,7 @@ class TailIndex:
         pool: the block pool of all groups.
         mamba: managers of the recurrent groups.
         attention: managers of the full-attention groups; all have one block size.
+        num_groups: KV-cache groups in all; the others take no part in prefix caching.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class TailIndex:
         pool: BlockPool,
         mamba: Sequence[SingleTypeKVCacheManager],
         attention: Sequence[SingleTypeKVCacheManager],
+        num_groups: int,
     ) -> None:
         self._pool = pool
+        self._num_groups = num_groups
         self._mamba = mamba
         self._attention = attention
         self._unit: int = pool.hash_block_size
@@ -206,7 +209,7 @@ class TailIndex:
             else:
                 found[group] = [self._pool.null_block] * num_full
             found[group].append(block)
-        return tuple(found.get(group, []) for group in range(max(found) + 1))
+        return tuple(found.get(group, []) for group in range(self._num_groups))
 
 
 def is_private_key(block_hash: bytes) -> bool:

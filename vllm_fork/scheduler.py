@@ -96,12 +96,15 @@ class CheckpointSchedulerMixin(_Base):
         if reason is None:
             exact_tail = self._why_no_exact_tail(settings)
             if exact_tail is None:
+                groups = manager.coordinator.single_type_managers
                 attention = [
                     m
-                    for m in manager.coordinator.single_type_managers
+                    for m in groups
                     if m.kv_cache_spec.prefix_cacheable and m not in mamba
                 ]
-                self.tails = TailIndex(manager.block_pool, mamba, attention)
+                self.tails = TailIndex(
+                    manager.block_pool, mamba, attention, len(groups)
+                )
             self.retention = RetentionController(
                 manager,
                 settings.publish_on,
@@ -115,6 +118,7 @@ class CheckpointSchedulerMixin(_Base):
         self._found: tuple[str, CachedState | None] = ("", None)
         self._resetting = False
         self._in_step = False
+        self._stream_closed = False
         self._stock_allocate_slots = manager.allocate_slots
         self._relief_armed = False
         if self.observer.enabled:
@@ -473,6 +477,15 @@ class CheckpointSchedulerMixin(_Base):
                 self.observer.flush()
 
     def shutdown(self) -> None:
+        self.close_stream()
+        super().shutdown()
+
+    def close_stream(self) -> None:
+        """Tell that the engine stops. The plugin asks for it early: vLLM ends the
+        workers before the scheduler, and may be killed over it."""
+        if self._stream_closed:
+            return
+        self._stream_closed = True
         try:
             if self.retention is not None:
                 self.retention.abandon("shutdown")
@@ -482,7 +495,6 @@ class CheckpointSchedulerMixin(_Base):
                 self.publisher.shutdown()
         except Exception:
             logger.exception("The checkpoint stream did not shut down in order.")
-        super().shutdown()
 
     def check_integrity(self) -> IntegrityReport | None:
         """Count every block's holders; None where nothing is retained.
