@@ -17,8 +17,6 @@ import zmq
 from vllm_fork.events import END_OF_REPLAY, BatchDecoder, seq_from_bytes, seq_to_bytes
 from vllm_fork.tiny_model import CONTROL_TOKENS, VOCAB_SIZE, write_tiny_model
 
-BLOCK = 384
-"""Tokens of a block of the tiny model."""
 HASH_UNIT = 16
 REPLAY_TIMEOUT_MS = 5_000
 
@@ -42,12 +40,20 @@ class Answer:
 
 
 class Engine:
-    """An in-process engine, and the addresses of its two streams."""
+    """An in-process engine, and the addresses of its two streams.
 
-    def __init__(self, llm: Any, streams: Path) -> None:
+    ``events``: our stream and its replay; ``kv_events``: vLLM's own, likewise.
+    """
+
+    block_size = 384
+    """Tokens, of the tiny model on a CPU."""
+
+    def __init__(
+        self, llm: Any, events: tuple[str, str], kv_events: tuple[str, str]
+    ) -> None:
         self.llm = llm
-        self.events, self.events_replay = _addresses(streams, "ours")
-        self.kv_events, self.kv_events_replay = _addresses(streams, "theirs")
+        self.events = events
+        self.kv_events = kv_events
         self._ids = itertools.count()
         self._random = random.Random(20261129)
 
@@ -94,9 +100,13 @@ class Engine:
     def replay_events(self) -> list[Any]:
         """Every event of the checkpoint stream so far."""
         decoder = BatchDecoder()
-        batches = [decoder.decode(p) for p in replay(self.events_replay)]
+        batches = [decoder.decode(p) for p in replay(self.events[1])]
         assert not any(batch.errors or batch.num_unknown for batch in batches)
         return [event for batch in batches for event in batch.events]
+
+    def replay_kv_events(self) -> list[bytes]:
+        """The payloads of vLLM's own stream so far."""
+        return replay(self.kv_events[1])
 
     def events_of(self, request_id: str) -> list[Any]:
         """The events of one request up to its end, awaited."""
@@ -133,10 +143,7 @@ def _answer(output: Any) -> Answer:
 
 
 def replay(address: str, first: int = 0) -> list[bytes]:
-    """The payloads that a publisher replays from batch ``first`` on.
-
-    Our publisher and vLLM's speak the same protocol, but for what precedes the end.
-    """
+    """The payloads that a publisher, ours or vLLM's, replays from ``first`` on."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(address)
@@ -167,13 +174,13 @@ def engine(
 ) -> Iterator[Engine]:
     """Retention and both event streams on; greedy, one request at a time."""
     streams = tmp_path_factory.mktemp("streams")
-    events, events_replay = _addresses(streams, "ours")
-    kv_events, kv_events_replay = _addresses(streams, "theirs")
+    events = _addresses(streams, "ours")
+    kv_events = _addresses(streams, "theirs")
     retention = {
         "retain": True,
         "events": {
-            "endpoint": events,
-            "replay_endpoint": events_replay,
+            "endpoint": events[0],
+            "replay_endpoint": events[1],
             "label": "end-to-end",
         },
     }
@@ -195,10 +202,10 @@ def engine(
             kv_events_config=KVEventsConfig(
                 enable_kv_cache_events=True,
                 publisher="zmq",
-                endpoint=kv_events,
-                replay_endpoint=kv_events_replay,
+                endpoint=kv_events[0],
+                replay_endpoint=kv_events[1],
                 topic="kv-events",
             ),
         )
-        yield Engine(llm, streams)
+        yield Engine(llm, events, kv_events)
         llm.llm_engine.engine_core.shutdown()

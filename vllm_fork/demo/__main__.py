@@ -27,6 +27,8 @@ from vllm_fork.demo.table import ab_table
 SETTLE_S = 30.0
 """How long the consumer may take to have told everything."""
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
 
 class Demo:
     """The running demo: its services, and what they are told about."""
@@ -145,7 +147,7 @@ class Demo:
             self.say(f"traces are not checked: they went to {self.otlp}")
             return
         spans = evidence.request_spans(self.receiver)
-        told = {i: span.attributes[names.REUSE_DEPTH] for i, span in spans.items()}
+        told = {i: s.attributes.get(names.REUSE_DEPTH) for i, s in spans.items()}
         for arm, turns in arms:
             yield checks.same_reuse(arm, turns, "in the trace", told)
         yield checks.turns_are_linked(
@@ -177,6 +179,7 @@ class Demo:
             )
 
 
+@app.command()
 def run(
     once: Annotated[
         bool, typer.Option(help="End after the checks: exit 0 if all hold.")
@@ -244,4 +247,4 @@ def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    typer.run(run)
+    app()

@@ -41,7 +41,7 @@ def stored_requests(store: str) -> dict[str, Row]:
 def request_spans(receiver: OtlpReceiver) -> dict[str, ReceivedSpan]:
     """The spans of requests, by the client's request id."""
     spans = receiver.spans(names.REQUEST_SPAN)
-    return {span.attributes[names.REQUEST_ID]: span for span in spans}
+    return {str(span.attributes.get(names.REQUEST_ID)): span for span in spans}
 
 
 def stages_of_checkpoints(receiver: OtlpReceiver) -> dict[tuple[str, int], list[str]]:

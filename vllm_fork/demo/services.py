@@ -120,9 +120,14 @@ def start_consumer(
     export = ["--otlp", otlp] if otlp else []
     return Service(
         "the event consumer",
-        [_tool("event-consumer"), "run", "--store", store, *endpoints, *export],
+        [
+            *(_tool("event-consumer"), "run", "--store", store),
+            *("--http", f"{HOST}:{http_port}"),
+            *endpoints,
+            *export,
+        ],
         log,
-        _environment({"EVENT_CONSUMER_HTTP": f"{HOST}:{http_port}"}),
+        _environment({}),
     )
 
 
