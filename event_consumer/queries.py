@@ -14,7 +14,6 @@ from sqlalchemy import (
     Connection,
     Table,
     and_,
-    exists,
     func,
     or_,
     select,
@@ -107,11 +106,7 @@ class Filter:
             )
         of_checkpoint = self.checkpoint_condition()
         if of_checkpoint is not None:
-            has_one = exists().where(
-                checkpoints.c.engine_id == requests.c.engine_id,
-                checkpoints.c.request_id == requests.c.request_id,
-                of_checkpoint,
-            )
+            has_one = has_checkpoint(of_checkpoint)
             left_none = requests.c.no_checkpoint_reason == self.reason
             alone = (self.stage, self.kind, self.max_hits) == (None, None, None)
             wanted.append(or_(has_one, left_none) if alone else has_one)
@@ -134,6 +129,18 @@ class Filter:
                 )
             )
         return and_(*wanted) if wanted else None
+
+
+def has_checkpoint(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    """On a row of ``requests``: one of its checkpoints meets ``condition``.
+
+    By the list of those that do: for a correlated EXISTS, SQLite would walk the
+    checkpoints of one stage again for each request.
+    """
+    key = tuple_(requests.c.engine_id, requests.c.request_id)
+    return key.in_(
+        select(checkpoints.c.engine_id, checkpoints.c.request_id).where(condition)
+    )
 
 
 def find_requests(store: Store, which: Filter) -> list[Row]:

@@ -14,9 +14,10 @@ from typing import Any, Final
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    RowMapping,
+    Select,
     and_,
     case,
-    exists,
     func,
     literal,
     or_,
@@ -24,7 +25,7 @@ from sqlalchemy import (
     tuple_,
 )
 
-from event_consumer.queries import Filter, Row, begin_ns
+from event_consumer.queries import Filter, Row, begin_ns, has_checkpoint
 from event_consumer.records import EVICTED
 from event_consumer.store import Store
 from event_consumer.tables import checkpoints, requests
@@ -79,14 +80,8 @@ class TraceFilter(Filter):
         if self.left_none:
             wanted.append(requests.c.no_checkpoint_reason.is_not(None))
         if self.evicted_before_use:
-            wanted.append(
-                exists().where(
-                    checkpoints.c.engine_id == requests.c.engine_id,
-                    checkpoints.c.request_id == requests.c.request_id,
-                    checkpoints.c.stage == EVICTED,
-                    checkpoints.c.num_hits == 0,
-                )
-            )
+            unused = and_(checkpoints.c.stage == EVICTED, checkpoints.c.num_hits == 0)
+            wanted.append(has_checkpoint(unused))
         if self.until_ns is not None:
             wanted.append(requests.c.last_event_ns < self.until_ns)
         return and_(*wanted)
@@ -105,18 +100,15 @@ def find_traces(store: Store, which: TraceFilter, order: str = "newest") -> list
         StoreError: the store cannot be read.
     """
     statement = (
-        select(
-            requests,
-            _REPREFILLED.label("num_reprefilled_tokens"),
-            _previous(_PREVIOUS.c.engine_id).label("previous_engine_id"),
-            _previous(_PREVIOUS.c.request_id).label("previous_request_id"),
-        )
+        _join_turns(select(requests), which, order)
         .where(which.condition())
         .order_by(*_ORDER_BY[order], requests.c.request_id)
         .limit(which.limit)
     )
     with store.reading() as connection:
-        rows = [dict(row) for row in connection.execute(statement).mappings()]
+        found = connection.execute(statement).mappings()
+        rows = [{**row, **_NO_TURN_BEFORE} for row in found]
+        _add_turns_before(connection, rows)
         before = _requests_of(connection, map(_previous_key, rows))
         ours = _checkpoints_of(connection, [*map(_key, rows), *before])
         sources = _sources_of(connection, rows)
@@ -138,7 +130,8 @@ def count_traces(store: Store, which: TraceFilter) -> int:
     Raises:
         StoreError: the store cannot be read.
     """
-    statement = select(func.count()).select_from(requests).where(which.condition())
+    statement = _join_turns(select(func.count(requests.c.request_id)), which)
+    statement = statement.where(which.condition())
     with store.reading() as connection:
         return connection.scalar(statement) or 0
 
@@ -152,7 +145,7 @@ def count_traces_by(store: Store, which: TraceFilter, column: str) -> list[Row]:
     """
     group, number = requests.c[column], func.count().label("num_requests")
     statement = (
-        select(group, number)
+        _join_turns(select(group, number).select_from(requests), which)
         .where(which.condition())
         .group_by(group)
         .order_by(number.desc(), group)
@@ -163,47 +156,46 @@ def count_traces_by(store: Store, which: TraceFilter, column: str) -> list[Row]:
 
 # What is computed in SQL.
 
-_PREVIOUS: Final = requests.alias("previous")
-
-
-def _begin(table: Any) -> ColumnElement[Any]:
-    """:func:`event_consumer.queries.begin_ns` in SQL."""
-    return func.coalesce(table.c.arrival_ns, table.c.admitted_ns, table.c.last_event_ns)
-
-
-def _previous(column: ColumnElement[Any]) -> Any:
-    """``column`` of the turn before, of the same label: an A/B pair of engines may
-    play one conversation."""
-    return (
-        select(column)
-        .where(
-            _PREVIOUS.c.conversation_id == requests.c.conversation_id,
-            _PREVIOUS.c.label == requests.c.label,
-            _begin(_PREVIOUS) < _begin(requests),
-        )
-        .order_by(_begin(_PREVIOUS).desc())
-        .limit(1)
-        .correlate(requests)
-        .scalar_subquery()
-    )
-
 
 def _at_least_zero(value: ColumnElement[Any]) -> ColumnElement[Any]:
     return case((value > 0, value), else_=literal(0))
 
 
+def _before(column: ColumnElement[Any], name: str) -> ColumnElement[Any]:
+    """``column`` of the turn before, of the same label: an A/B pair of engines may
+    play one conversation."""
+    turns = requests.c
+    begin = func.coalesce(turns.arrival_ns, turns.admitted_ns, turns.last_event_ns)
+    return (
+        func.lag(column)
+        .over(
+            partition_by=(turns.conversation_id, turns.label),
+            order_by=(begin, turns.request_id),
+        )
+        .label(name)
+    )
+
+
 _SERVED: Final = func.coalesce(requests.c.num_cached_tokens, 0) + func.coalesce(
     requests.c.num_external_tokens, 0
 )
-# A turn's last token was sampled but never run.
-_COMPUTED_BEFORE: Final = func.coalesce(
-    _previous(
-        _PREVIOUS.c.num_prompt_tokens
-        + _at_least_zero(func.coalesce(_PREVIOUS.c.num_output_tokens, 0) - 1)
-    ),
-    0,
-)
 _PREFILLED: Final = _at_least_zero(requests.c.num_prompt_tokens - _SERVED)
+
+_WITH_TURN_BEFORE: Final = select(
+    requests.c.engine_id,
+    requests.c.request_id,
+    _before(requests.c.engine_id, "previous_engine_id"),
+    _before(requests.c.request_id, "previous_request_id"),
+    _before(
+        # A turn's last token was sampled but never run.
+        requests.c.num_prompt_tokens
+        + _at_least_zero(func.coalesce(requests.c.num_output_tokens, 0) - 1),
+        "num_computed_before",
+    ),
+).where(requests.c.conversation_id.is_not(None))
+
+_TURNS: Final = _WITH_TURN_BEFORE.subquery("turns")
+_COMPUTED_BEFORE: Final = func.coalesce(_TURNS.c.num_computed_before, 0)
 _REPREFILLED: Final = _at_least_zero(
     case(
         (
@@ -214,6 +206,21 @@ _REPREFILLED: Final = _at_least_zero(
     )
     - _SERVED
 )
+
+
+def _join_turns(
+    statement: Select[Any], which: TraceFilter, order: str = ""
+) -> Select[Any]:
+    """Join the turn before each request where it is asked for: that reads every
+    request of the store."""
+    if which.min_reprefilled is None and order != "reprefilled":
+        return statement
+    same = and_(
+        _TURNS.c.engine_id == requests.c.engine_id,
+        _TURNS.c.request_id == requests.c.request_id,
+    )
+    return statement.outerjoin_from(requests, _TURNS, same)
+
 
 _ORDER_BY: Final[dict[str, tuple[Any, ...]]] = {
     "newest": (requests.c.last_event_ns.desc(),),
@@ -227,14 +234,49 @@ _ORDER_BY: Final[dict[str, tuple[Any, ...]]] = {
 # Reading rows.
 
 _Key = tuple[str, Any]
+_CHUNK: Final = 10_000
+"""Keys a statement: SQLite takes some 32,000 parameters, two a key."""
 
 
-def _key(row: Row) -> _Key:
+def _key(row: Row | RowMapping) -> _Key:
     return row["engine_id"], row["request_id"]
 
 
 def _previous_key(row: Row) -> _Key:
     return row["previous_engine_id"] or "", row["previous_request_id"]
+
+
+_NO_TURN_BEFORE: Final[Row] = {
+    "previous_engine_id": None,
+    "previous_request_id": None,
+    "num_reprefilled_tokens": 0,
+}
+
+
+def _add_turns_before(connection: Connection, rows: list[Row]) -> None:
+    """Name the turn before each of ``rows``, and count what was computed again."""
+    by_key = {_key(row): row for row in rows}
+    named = {row["conversation_id"] for row in rows} - {None}
+    conversations = sorted(named)
+    for start in range(0, len(conversations), _CHUNK):
+        chunk = conversations[start : start + _CHUNK]
+        statement = _WITH_TURN_BEFORE.where(requests.c.conversation_id.in_(chunk))
+        for turn in connection.execute(statement).mappings():
+            row = by_key.get(_key(turn))
+            if row is None or turn["previous_request_id"] is None:
+                continue
+            row["previous_engine_id"] = turn["previous_engine_id"]
+            row["previous_request_id"] = turn["previous_request_id"]
+            row["num_reprefilled_tokens"] = _num_reprefilled(
+                row, turn["num_computed_before"] or 0
+            )
+
+
+def _num_reprefilled(request: Row, num_computed_before: int) -> int:
+    """:data:`_REPREFILLED` of one row."""
+    known = min(num_computed_before, request["num_prompt_tokens"] or 0)
+    served = (request["num_cached_tokens"] or 0) + (request["num_external_tokens"] or 0)
+    return max(0, known - served)
 
 
 def _requests_of(connection: Connection, keys: Iterable[_Key]) -> dict[_Key, Row]:
@@ -269,9 +311,8 @@ def _sources_of(connection: Connection, rows: list[Row]) -> dict[_Key, Row]:
 def _rows(connection: Connection, table: Any, key: Any, wanted: set[_Key]) -> list[Row]:
     keys = sorted(wanted)
     found: list[Row] = []
-    # SQLite takes some 32,000 parameters a statement.
-    for start in range(0, len(keys), 10_000):
-        chunk = select(table).where(key.in_(keys[start : start + 10_000]))
+    for start in range(0, len(keys), _CHUNK):
+        chunk = select(table).where(key.in_(keys[start : start + _CHUNK]))
         found += [dict(row) for row in connection.execute(chunk).mappings()]
     return found
 
