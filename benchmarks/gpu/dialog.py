@@ -1,0 +1,131 @@
+"""Experiments 1 and 2: the reference's dialog by arm, and what a follow-up waits.
+
+The lengths are those of the reference's table (vLLM PR 50551): (prompt, completion)
+a turn, one column measured without and one with retention. Every turn's prompt is
+everything said so far plus new random tokens; every completion ends with a real
+stop token, which the next prompt repeats.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from arms import empty_cache, switch
+from generate import Answer, ask, params, random_tokens, stopping_at
+
+Lengths = list[tuple[int, int]]
+
+LENGTHS: dict[str, Lengths] = {
+    "stock": [(61, 3613), (3729, 4374), (8151, 2950), (11145, 1977), (13168, 8126)],
+    "retained": [(61, 3518), (3634, 4080), (7763, 3071), (10878, 1290), (12214, 2935)],
+    "short": [(61, 12), (380, 20), (410, 6)],
+}
+EXPECTED_CACHED = {
+    ("stock", "stock"): [0, 48, 3728, 8144, 11136],
+    ("block_aligned", "retained"): [0, 3168, 7392, 10560, 11616],
+}
+"""The reference's own columns, block 1056, hash unit 16."""
+
+
+def play(engine: Any, lengths: Lengths, seed: str) -> list[Answer]:
+    """The dialog, one turn after the other."""
+    turns: list[Answer] = []
+    said: list[int] = []
+    for turn, (prompt, completion) in enumerate(lengths):
+        said += random_tokens(prompt - len(said), (seed, turn))
+        answer = ask(engine, said, stopping_at(completion))
+        if (len(answer.tokens), answer.finish_reason) != (completion, "stop"):
+            raise AssertionError(
+                f"turn {turn} ended by {answer.finish_reason} after "
+                f"{len(answer.tokens)} tokens, not by the stop token at {completion}"
+            )
+        said += answer.tokens
+        turns.append(answer)
+    return turns
+
+
+def warm_up_for(engine: Any, column: str) -> None:
+    """Compile and autotune what the timed turns will run, hits and misses."""
+    lengths = LENGTHS[column]
+    for arm in ("stock", "exact_tail"):
+        switch(engine, arm)
+        for seed in range(2):
+            play(engine, [(prompt, 3) for prompt, _ in lengths], f"warm-{seed}")
+            small = [(61 + 60 * turn, 3) for turn in range(len(lengths))]
+            play(engine, small, f"warm-small-{seed}")
+    empty_cache(engine)
+
+
+def run(engine: Any, arm: str, column: str, repeats: int = 11) -> dict[str, Any]:
+    """One arm over one column of lengths."""
+    switch(engine, arm)
+    turns = play(engine, LENGTHS[column], "dialog")
+    cached = [turn.cached for turn in turns]
+    prompts = [len(turn.prompt) for turn in turns]
+    result = {
+        "arm": arm,
+        "lengths": column,
+        "turns": [
+            {
+                "prompt": len(turn.prompt),
+                "completion": len(turn.tokens),
+                "cached": turn.cached,
+                "ttft_s": round(turn.first_token_s, 4),
+                "decode_ms": round(turn.decode_ms, 3),
+            }
+            for turn in turns
+        ],
+        "cached": sum(cached),
+        "prompt": sum(prompts),
+        "hit_rate": round(sum(cached) / sum(prompts), 4),
+        "as_reference": (
+            cached == EXPECTED_CACHED[arm, column]
+            if (arm, column) in EXPECTED_CACHED
+            else None
+        ),
+    }
+    if arm.startswith("exact_tail"):
+        # Asked again, any other arm finds what stock vLLM kept of the repeats.
+        result["follow_ups"] = [
+            _follow_up(engine, turn, after, repeats) for turn, after in pairwise(turns)
+        ]
+    if arm != "stock":
+        result["integrity"] = _integrity(engine)
+    return result
+
+
+def _follow_up(
+    engine: Any, before: Answer, after: Answer, repeats: int
+) -> dict[str, Any]:
+    """Time to first token of a follow-up turn, against its new tokens alone.
+
+    Both kinds of prompt are asked in turn, with fresh new tokens each time, so that
+    no state is found but the one the former answer left.
+    """
+    said = before.prompt + before.tokens
+    count = len(after.prompt) - len(said)
+    one = params(max_tokens=1)
+    follow_ups, alone = [], []
+    for repeat in range(repeats):
+        new = random_tokens(count, ("new", len(said), repeat))
+        follow_ups.append(ask(engine, said + new, one))
+        new = random_tokens(count, ("alone", len(said), repeat))
+        alone.append(ask(engine, new, one))
+    ttft = [answer.first_token_s for answer in follow_ups]
+    limit = [answer.first_token_s for answer in alone]
+    return {
+        "new_tokens": count,
+        "cached": sorted({answer.cached for answer in follow_ups}),
+        "cached_alone": sorted({answer.cached for answer in alone}),
+        "ttft_s": round(median(ttft), 4),
+        "ttft_range_s": [round(min(ttft), 4), round(max(ttft), 4)],
+        "new_alone_s": round(median(limit), 4),
+        "new_alone_range_s": [round(min(limit), 4), round(max(limit), 4)],
+        "ratio": round(median(ttft) / median(limit), 3),
+    }
+
+
+def _integrity(engine: Any) -> dict[str, int]:
+    return engine.engine_core.engine_core.scheduler.check_integrity()._asdict()

@@ -1,0 +1,282 @@
+"""Experiment 4: a reused state is the state.
+
+``against_uninterrupted``: a request that never stopped is replayed as one that
+stopped (by a real stop token) and one that continues from the exact tail. Tokens and
+log-probabilities are compared position by position.
+
+``concurrent``: conversations of several turns at once in a pool that is almost too
+small. Numbers differ between batch sizes already, so every answer's first and last
+but one position are checked against the same prompt alone and uncached, beside the
+noise of stock vLLM; ``wrong_state`` says what a state that is off by a few tokens
+would give, so that the comparison is seen able to fail.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from statistics import median
+from typing import Any
+
+from arms import ballast, counted_preemptions, empty_cache, switch
+from generate import Answer, Session, ask, params, random_tokens, stopping_at
+
+TOP = 20
+
+
+def against_uninterrupted(
+    engine: Any, dialogs: int = 20, arm: str = "exact_tail", after: int = 32
+) -> dict[str, Any]:
+    """``dialogs`` greedy continuations after a hit."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    block = scheduler.kv_cache_manager.coordinator.scheduler_block_size
+    # Async scheduling has run the stop token by the time it sees it.
+    overrun = 1 if engine.engine_core.engine_core.batch_queue is not None else 0
+    source = random.Random(4)
+    rows = []
+    for dialog in range(dialogs):
+        answer_tokens = source.randrange(40, 200)
+        prompt_tokens = source.randrange(40, 2 * block)
+        if dialog % 4 == 3:
+            # The tail ends in the last few tokens of a block, which stock vLLM's
+            # block copy may leave behind.
+            prompt_tokens += block - 8 - (prompt_tokens + answer_tokens) % block
+        prompt = random_tokens(prompt_tokens, ("truth", dialog))
+        switch(engine, "stock")
+        whole = ask(
+            engine, prompt, params(max_tokens=answer_tokens + 64 + after, logprobs=TOP)
+        )
+        length = _first_unseen(whole.tokens, answer_tokens)
+        if length is None:
+            rows.append({"skipped": "the answer repeats itself"})
+            continue
+        switch(engine, arm)
+        stopped = ask(
+            engine,
+            prompt,
+            params(max_tokens=length + 64, stop_token_ids=[whole.tokens[length - 1]]),
+        )
+        same_until_stop = stopped.tokens == whole.tokens[:length]
+        # One token behind the tail: it runs as the decode step that never came.
+        known = length + overrun
+        resumed = ask(
+            engine,
+            prompt + whole.tokens[:known],
+            params(max_tokens=after, logprobs=TOP),
+        )
+        reference = whole.tokens[known : known + after]
+        uncached = ask(
+            engine,
+            prompt + whole.tokens[:known],
+            params(max_tokens=1, logprobs=TOP, skip_reading_prefix_cache=True),
+        )
+        live = whole.logprobs[known : known + after]
+        rows.append(
+            {
+                "prompt": prompt_tokens,
+                "stopped_at": length,
+                "cached": resumed.cached,
+                "executed": prompt_tokens + known - 1,
+                "in_block": resumed.cached % block,
+                "same_until_stop": same_until_stop,
+                "tokens_equal": resumed.tokens == reference,
+                "agree": _agreement(resumed.tokens, reference),
+                "exact_logprobs": resumed.logprobs == live,
+                "dlogprob": max(
+                    _distance(a, b)
+                    for a, b in zip(
+                        resumed.logprobs,
+                        live[: _agreement(resumed.tokens, reference) + 1],
+                        strict=False,
+                    )
+                ),
+                "floor": _distance(uncached.logprobs[0], live[0]),
+                "distinct_tokens": len(set(reference)),
+            }
+        )
+    empty_cache(engine)
+    done = [row for row in rows if "skipped" not in row]
+    return {
+        "arm": arm,
+        "dialogs": len(done),
+        "equal": sum(row["tokens_equal"] for row in done),
+        "exact_logprobs": sum(row["exact_logprobs"] for row in done),
+        "max_dlogprob": max(row["dlogprob"] for row in done),
+        "floor_median": median(row["floor"] for row in done),
+        "floor_max": max(row["floor"] for row in done),
+        "rows": rows,
+    }
+
+
+def concurrent(
+    engine: Any,
+    arm: str,
+    available: int,
+    conversations: int = 32,
+    turns: int = 3,
+    longest_prompt: int = 1800,
+    seed: int = 9,
+) -> dict[str, Any]:
+    """``conversations`` at once, turn by turn, in ``available`` blocks."""
+    switch(engine, arm)
+    answers: list[Answer] = []
+    start = time.perf_counter()
+    with ballast(engine, available), counted_preemptions(engine) as preempted:
+        said: list[list[int]] = [[] for _ in range(conversations)]
+        for turn in range(turns):
+            source = random.Random(f"{seed}-{turn}")
+            session = Session(engine)
+            batch = []
+            for conversation in range(conversations):
+                new = (
+                    source.randrange(40, longest_prompt)
+                    if turn == 0
+                    else source.randrange(8, 80)
+                )
+                said[conversation] += random_tokens(new, (seed, conversation, turn))
+                length = source.randrange(30, 250)
+                sampling = stopping_at(length, logprobs=TOP)
+                batch.append(session.add(said[conversation], sampling))
+            session.run()
+            for conversation, answer in enumerate(batch):
+                said[conversation] += answer.tokens
+            answers += batch
+    elapsed = time.perf_counter() - start
+    result = {
+        "arm": arm,
+        "available_blocks": available,
+        "conversations": conversations,
+        "turns": turns,
+        "wall_s": round(elapsed, 2),
+        "stopped": sum(answer.finish_reason == "stop" for answer in answers),
+        "preemptions": len(preempted),
+        "cached": sum(answer.cached for answer in answers),
+        "prompt": sum(len(answer.prompt) for answer in answers),
+        "hits": sum(answer.cached > 0 for answer in answers),
+        "hits_inside_a_unit": sum(answer.cached % 16 > 0 for answer in answers),
+    }
+    result |= check(engine, answers)
+    return result
+
+
+def storm(
+    engine: Any, arm: str, available: int, seconds: float = 30.0, running: int = 48
+) -> dict[str, Any]:
+    """Conversations without pause, aborted, stopped and cut off at random."""
+    switch(engine, arm)
+    source = random.Random(11)
+    histories: list[list[int]] = [
+        random_tokens(source.randrange(16, 1500), ("storm", i))
+        for i in range(2 * running)
+    ]
+    finished: list[Answer] = []
+    counts = {"stop": 0, "length": 0, "abort": 0}
+    open_by: dict[int, Answer] = {}
+    session = Session(engine)
+    with ballast(engine, available), counted_preemptions(engine) as preempted:
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline or len(session):
+            running_out = time.perf_counter() >= deadline
+            while len(session) < running and not running_out:
+                free = [i for i in range(len(histories)) if i not in open_by]
+                i = source.choice(free)
+                if len(histories[i]) > 4000:
+                    histories[i] = histories[i][:700]  # goes back, then diverges
+                new = source.randrange(1, 60)
+                histories[i] += random_tokens(new, (i, len(histories[i])))
+                length = source.randrange(2, 300)
+                sampling = (
+                    params(max_tokens=length, logprobs=TOP)
+                    if source.random() < 0.15
+                    else stopping_at(length, logprobs=TOP)
+                )
+                open_by[i] = session.add(histories[i], sampling)
+            done = session.step()
+            if source.random() < 0.02 and open_by:
+                victim = source.choice(list(open_by.values()))
+                session.abort(victim)
+                done.append(victim)
+            for answer in done:
+                counts[answer.finish_reason or "stop"] += 1
+                i = next(i for i, held in open_by.items() if held is answer)
+                del open_by[i]
+                histories[i] = answer.prompt + answer.tokens
+                if answer.finish_reason != "abort" and len(answer.tokens) > 2:
+                    finished.append(answer)
+        session.drain()
+    hit = [answer for answer in finished if answer.cached]
+    result = {
+        "arm": arm,
+        "available_blocks": available,
+        "seconds": seconds,
+        "finished": counts,
+        "preemptions": len(preempted),
+        "hits": len(hit),
+        "hits_inside_a_unit": sum(answer.cached % 16 > 0 for answer in hit),
+    }
+    return result | check(engine, source.sample(hit, min(40, len(hit))))
+
+
+def check(engine: Any, answers: list[Answer]) -> dict[str, Any]:
+    """Compare answers with the same prompts alone and uncached.
+
+    ``dlogprob``: the largest difference among the likeliest tokens of a position;
+    ``hit``/``missed``: of answers that reused something, and of those that did not;
+    ``wrong_state``: the same for a context with one early token changed.
+    """
+    alone = params(max_tokens=1, logprobs=TOP, skip_reading_prefix_cache=True)
+    distances: dict[str, list[float]] = {"hit": [], "missed": [], "wrong_state": []}
+    worst: dict[str, Any] = {}
+    for number, answer in enumerate(answers):
+        side = "hit" if answer.cached else "missed"
+        for position in (0, len(answer.tokens) - 2):
+            context = answer.prompt + answer.tokens[:position]
+            reference = ask(engine, context, alone).logprobs[0]
+            distance = _distance(answer.logprobs[position], reference)
+            distances[side].append(distance)
+            if distance >= max(distances[side]):
+                worst[side] = {
+                    "cached": answer.cached,
+                    "prompt": len(answer.prompt),
+                    "position": position,
+                    "dlogprob": round(distance, 4),
+                }
+        if number % 8 == 0 and len(answer.prompt) > 30:
+            other = list(answer.prompt)
+            other[-20] = (other[-20] + 1) % 500 + 5
+            distances["wrong_state"].append(
+                _distance(ask(engine, other, alone).logprobs[0], answer.logprobs[0])
+            )
+    summary = {
+        side: {
+            "positions": len(values),
+            "median": round(median(values), 4),
+            "max": round(max(values), 4),
+            "min": round(min(values), 4),
+        }
+        for side, values in distances.items()
+        if values
+    }
+    return {"dlogprob": summary, "worst": worst}
+
+
+def _first_unseen(tokens: list[int], start: int) -> int | None:
+    """The first length from ``start`` on whose last token is new in the answer."""
+    for length in range(start, start + 60):
+        if tokens[length - 1] not in tokens[: length - 1]:
+            return length
+    return None
+
+
+def _agreement(one: list[int], other: list[int]) -> int:
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
+
+
+def _distance(one: dict[int, float], other: dict[int, float]) -> float:
+    """The largest difference over the tokens that both lists name; infinite when
+    they name none in common."""
+    shared = one.keys() & other.keys()
+    return max((abs(one[t] - other[t]) for t in shared), default=float("inf"))
