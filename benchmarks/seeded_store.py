@@ -46,6 +46,7 @@ REFERENCE: Final = {
 """(cached, prompt, completion) tokens of each turn, by arm."""
 
 RARE_REASONS: Final = (
+    "stopped",
     "memory_pressure",
     "preempted",
     "aborted",

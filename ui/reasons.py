@@ -29,6 +29,11 @@ NO_CHECKPOINT: Final[dict[str, Reason]] = {
         "A deeper checkpoint of the same request replaced this one, so its block "
         "was given back.",
     ),
+    "stopped": Reason(
+        "stops not published",
+        "The request ended by itself, but publish_on does not name “stop” here.",
+        "Add “stop” to publish_on: it is the default.",
+    ),
     "length": Reason(
         "ended by length",
         "The request hit its token limit instead of stopping by itself, and such "
@@ -110,14 +115,43 @@ NO_CHECKPOINT: Final[dict[str, Reason]] = {
 }
 """Why a checkpoint was discarded, or a request left none."""
 
-_UNSUPPORTED: Final[dict[str, str]] = {
-    "speculative": "speculative decoding keeps the accepted state elsewhere",
-    "kv_connector": "the order of copies is not proven with a KV connector",
-    "resumable": "a streaming-input session drops its last sampled token",
-    "streaming_input": "a streaming-input session drops its last sampled token",
+_UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
+    "speculative": (
+        "speculative decoding",
+        "Speculative decoding keeps the accepted state in a scratch block.",
+    ),
+    "kv_connector": (
+        "KV connector",
+        "A KV connector reads blocks in an order for which this is not proven.",
+    ),
+    "prefix_caching_off": ("prefix caching off", "Prefix caching is off."),
+    "no_align_mamba_groups": (
+        "model not hybrid",
+        "The model has no recurrent state in align mode, so there is none to keep.",
+    ),
+    "dense_retention": (
+        "dense retention",
+        "Dense retention keeps every state already: nothing is left to add.",
+    ),
+    "attention_kind": (
+        "attention kind",
+        "The model has attention other than full attention, whose tail cannot be kept.",
+    ),
+    "block_sizes": ("block sizes", "The model's layers have blocks of several sizes."),
+    "prefix_match_unit": (
+        "match unit",
+        "Prefixes are looked up at block ends only: set --prefix-match-unit.",
+    ),
+    "copy_interval": (
+        "copy interval",
+        "The copy interval is not a multiple of the hash unit.",
+    ),
+    "resumable": (
+        "streaming input",
+        "A streaming-input session drops its last sampled token.",
+    ),
 }
-
-UNSUPPORTED: Final = ("unsupported:speculative", "unsupported:kv_connector")
+UNSUPPORTED: Final = tuple(f"unsupported:{what}" for what in _UNSUPPORTED)
 """The codes of this kind that the engine is known to give."""
 
 RETAINED: Final = Reason(
@@ -230,14 +264,11 @@ def no_checkpoint(code: str) -> Reason:
     """The words for a discard or no-checkpoint code; an unknown code is shown as is."""
     if code in NO_CHECKPOINT:
         return NO_CHECKPOINT[code]
-    what, _, detail = code.partition(":")
-    if what == "unsupported" and detail:
-        why = _UNSUPPORTED.get(detail)
-        return Reason(
-            f"unsupported: {detail.replace('_', ' ')}",
-            f"Checkpoints are not kept with {detail.replace('_', ' ')}"
-            + (f": {why}." if why else "."),
-        )
+    prefix, _, what = code.partition(":")
+    if prefix == "unsupported" and what:
+        words = what.replace("_", " ")
+        short, why = _UNSUPPORTED.get(what, (words, f"The engine names it “{words}”."))
+        return Reason(f"unsupported: {short}", f"No checkpoint can be kept here. {why}")
     return _unknown(code)
 
 

@@ -182,6 +182,10 @@ def show(title: str, subtitle: str, body: Callable[[], None]) -> None:
     While paused ``body`` runs only when something on the page is used. A store
     that cannot be read is said in a sentence and tried again.
     """
+    if st.session_state.get("live", True):
+        st.session_state.pop("paused_ns", None)
+    else:
+        st.session_state.setdefault("paused_ns", time.time_ns())
     with st.container(
         horizontal=True,
         horizontal_alignment="distribute",
@@ -206,10 +210,6 @@ def show(title: str, subtitle: str, body: Callable[[], None]) -> None:
                 help="New events appear within two seconds. Pause to read in peace: "
                 "filters still answer with what is new.",
             )
-    if live:
-        st.session_state.pop("paused_ns", None)
-    else:
-        st.session_state.setdefault("paused_ns", time.time_ns())
     if problem := configured().problem:
         st.warning(problem, icon=":material/settings_alert:")
     st.fragment(lambda: _guarded(body), run_every=REFRESH_S if live else None)()
@@ -248,9 +248,9 @@ def show_store_error(error: StoreError) -> None:
 def empty_state(why: str, what: str = "", command: str = "") -> None:
     """Say why a part of a page is empty, and what to do or run."""
     with st.container(border=True):
-        st.markdown(f"**{why}**")
+        st.markdown(f"**{formatting.markdown(why)}**")
         if what:
-            st.caption(what)
+            st.caption(formatting.markdown(what))
         if command:
             st.code(command, language="bash", wrap_lines=True)
 

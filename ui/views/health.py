@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import streamlit as st
 
-from ui import formatting, shell, stream_state
+from ui import formatting, reasons, shell, stream_state
 from ui.components import record_table as table
 from ui.components.record_table import Detail, TableColumn, TableRow, record_table
 
@@ -230,7 +230,7 @@ def engine_table() -> None:
                         "good" if on else "quiet",
                         help=engine["retention_reason"] or "",
                     ),
-                    table.text(engine["exact_tail"] or "—"),
+                    exact_tail_cell(engine["exact_tail"]),
                     table.number(engine["copy_interval"]),
                     table.number(engine["block_size"]),
                     table.number(engine["num_blocks"]),
@@ -240,6 +240,14 @@ def engine_table() -> None:
             )
         )
     record_table(ENGINE_COLUMNS, rows, key="engines_table", caption="Engines")
+
+
+def exact_tail_cell(value: str | None) -> table.Cell:
+    """``on``, ``off``, or why it cannot be on."""
+    if not value or value in ("on", "off"):
+        return table.text(value or "—")
+    reason = reasons.no_checkpoint(value)
+    return table.text(reason.short, help=reason.in_full)
 
 
 def _engine_items(engine: dict[str, Any]) -> list[tuple[str, str, bool]]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from typing import Final
 
 import streamlit as st
 
-from ui import reasons, request_rows, shell
+from ui import downloads, reasons, request_rows, shell
 from ui.components.record_table import record_table
-from ui.queries import COUNT_LIMIT, DOWNLOAD_LIMIT, RETAINED, RequestFilter
+from ui.queries import COUNT_LIMIT, DOWNLOAD_LIMIT, RETAINED, RequestFilter, Row
 
 PAGE_ROWS: Final = 50
 
@@ -132,27 +129,9 @@ def filter_bar() -> RequestFilter:
     )
 
 
-def as_csv(wanted: RequestFilter, sort: str) -> str:
-    """The matching rows as CSV; a cell that a spreadsheet would run is quoted."""
-    rows = shell.queries().find_requests(wanted, sort=sort, limit=DOWNLOAD_LIMIT)
-    out = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(out, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows({k: _no_formula(v) for k, v in row.items()} for row in rows)
-    return out.getvalue()
-
-
-def _no_formula(value: object) -> object:
-    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
-        return "'" + value
-    return value
-
-
-def as_json(wanted: RequestFilter, sort: str) -> str:
-    """The matching rows as a JSON list."""
-    rows = shell.queries().find_requests(wanted, sort=sort, limit=DOWNLOAD_LIMIT)
-    return json.dumps(rows, ensure_ascii=False)
+def download(wanted: RequestFilter, sort: str) -> list[Row]:
+    """The matching rows, as many as a download holds."""
+    return shell.queries().find_requests(wanted, sort=sort, limit=DOWNLOAD_LIMIT)
 
 
 def body() -> None:
@@ -195,7 +174,7 @@ def body() -> None:
             )
             st.download_button(
                 "CSV",
-                lambda: as_csv(wanted, sort),
+                lambda: downloads.as_csv(download(wanted, sort)),
                 "requests.csv",
                 "text/csv",
                 icon=":material/download:",
@@ -204,7 +183,7 @@ def body() -> None:
             )
             st.download_button(
                 "JSON",
-                lambda: as_json(wanted, sort),
+                lambda: downloads.as_json(download(wanted, sort)),
                 "requests.json",
                 "application/json",
                 icon=":material/download:",

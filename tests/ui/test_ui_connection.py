@@ -1,0 +1,109 @@
+"""The store is opened for reading only, and what is wrong with it is one sentence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import seeded_store
+import sqlalchemy as sa
+
+from event_consumer import tables
+from ui.connection import StoreConnection, StoreError
+from ui.queries import Queries, RequestFilter
+
+
+def test_nothing_can_be_written(store_url):
+    """Neither an insert nor a drop gets through, in SQLite and PostgreSQL."""
+    store = StoreConnection(store_url)
+    for statement in (
+        sa.insert(tables.meta).values(key="x", value="y"),
+        sa.text("DROP TABLE requests"),
+        sa.delete(tables.requests),
+    ):
+        with pytest.raises(StoreError, match=r"read.?only|cannot execute"):  # noqa: SIM117
+            with store.read() as connection:
+                connection.execute(statement)
+    assert Queries(store).count_requests(RequestFilter()) > 0
+
+
+def test_a_missing_file_is_not_made(tmp_path: Path):
+    path = tmp_path / "none.db"
+    with pytest.raises(StoreError) as caught:
+        Queries(StoreConnection(f"sqlite:///{path}")).engines()
+    assert caught.value.missing
+    assert caught.value.command.startswith("event-consumer run --store sqlite:///")
+    assert not path.exists()
+
+
+def test_a_file_that_is_no_database(tmp_path: Path):
+    path = tmp_path / "notes.db"
+    path.write_text("these are notes, not tables\n" * 100)
+    with pytest.raises(StoreError, match="cannot be read: file is not a database"):
+        Queries(StoreConnection(f"sqlite:///{path}")).engines()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_may_not_be_read(empty_url):
+    Path(empty_url.removeprefix("sqlite:///")).chmod(0)
+    with pytest.raises(StoreError, match="cannot be read"):
+        Queries(StoreConnection(empty_url)).engines()
+
+
+def test_a_database_that_is_no_store(tmp_path: Path):
+    url = f"sqlite:///{tmp_path / 'other.db'}"
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE songs (name TEXT)")
+    with pytest.raises(StoreError, match="not \\(yet\\) a store") as caught:
+        Queries(StoreConnection(url)).engines()
+    assert caught.value.missing
+
+
+def test_a_store_of_another_version(empty_url):
+    engine = sa.create_engine(empty_url)
+    with engine.begin() as connection:
+        connection.execute(sa.update(tables.meta).values(value="99"))
+    with pytest.raises(StoreError, match="schema version 99"):
+        Queries(StoreConnection(empty_url)).engines()
+
+
+def test_a_store_that_was_made_anew_is_seen(tmp_path: Path):
+    """The file is replaced under the open dashboard: the new one is read."""
+    path = tmp_path / "again.db"
+    url = f"sqlite:///{path}"
+    seeded_store.seed(url, num_requests=20)
+    queries = Queries(StoreConnection(url))
+    assert queries.count_requests(RequestFilter()) >= 20
+    for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        name.unlink(missing_ok=True)
+    with pytest.raises(StoreError) as caught:
+        queries.engines()
+    assert caught.value.missing
+    seeded_store.write(url, [], seeded_store.Rows(), [], [])
+    assert queries.count_requests(RequestFilter()) == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["vllm-fork.db", "mysql://me:hunter2@db/x", "oops://me:hunter2@db/x", ""]
+)
+def test_a_url_that_is_none(url):
+    with pytest.raises(StoreError) as caught:
+        StoreConnection(url)
+    said = f"{caught.value} {caught.value.hint}"
+    assert "sqlite:///PATH" in said
+    assert "hunter2" not in said
+
+
+def test_a_store_in_memory_is_another_process_s():
+    with pytest.raises(StoreError, match="memory"):
+        StoreConnection("sqlite://")
+
+
+def test_an_unreachable_server_does_not_tell_the_password(tmp_path: Path):
+    url = f"postgresql://me:hunter2@/x?host={tmp_path}"
+    with pytest.raises(StoreError) as caught:
+        Queries(StoreConnection(url)).engines()
+    assert "cannot be read" in str(caught.value)
+    assert "hunter2" not in f"{caught.value} {caught.value.hint}"
