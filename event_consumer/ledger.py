@@ -80,7 +80,6 @@ class _Life(msgspec.Struct, gc=False):
     source: CheckpointRecord | None = None
     num_pending: int = 0
     """Its checkpoints that are neither published nor discarded."""
-    last_admission_ns: int = -1
     end_monotonic_ns: int = 0
 
 
@@ -99,6 +98,7 @@ class _Epoch(msgspec.Struct):
     live: dict[int, _Live]
     lingering: dict[str, _Life]
     recent: dict[str, None]
+    applied_seq: int = -1
 
 
 class Ledger:
@@ -135,6 +135,7 @@ class Ledger:
         for stream in snapshot.streams:
             if stream.engine_id in self._epochs:
                 self._current[stream.endpoint] = stream.engine_id
+                self._epochs[stream.engine_id].applied_seq = stream.applied_seq
         for request in snapshot.requests:
             epoch = self._epochs[request.engine_id]
             epoch.lives[request.request_id] = _Life(request, [])
@@ -158,8 +159,11 @@ class Ledger:
             life = self._epochs[request.engine_id].lives[request.request_id]
             life.source = by_id.get((request.engine_id, request.source_checkpoint_id))
 
-    def apply(self, endpoint: str, batch: EventBatch, events: list[AnyEvent]) -> int:
-        """Apply the events of one batch that came from ``endpoint``.
+    def apply(
+        self, endpoint: str, seq: int, batch: EventBatch, events: list[AnyEvent]
+    ) -> int:
+        """Apply the events of batch ``seq``, which came from ``endpoint``. One that
+        was applied before changes nothing.
 
         Returns:
             How many events the publisher says it dropped before them.
@@ -169,6 +173,9 @@ class Ledger:
             epoch = self._begin(endpoint, batch)
         elif epoch.engine.status == LOST:
             self._revive(epoch)
+        if seq <= epoch.applied_seq:
+            return 0
+        epoch.applied_seq = seq
         if self._current.get(endpoint) != batch.engine_id:
             self._supersede(endpoint, batch.engine_id)
         handlers = self._handlers
@@ -401,9 +408,8 @@ class Ledger:
 
     def _prefix_reused(self, epoch: _Epoch, event: PrefixReused) -> None:
         life = self._life(epoch, event, first=not event.resumed)
-        if life is None or life.last_admission_ns == event.time_unix_ns:
+        if life is None:
             return
-        life.last_admission_ns = event.time_unix_ns
         source = self._hit(epoch, event)
         request = life.request
         request.num_prompt_tokens = event.num_prompt_tokens
