@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -26,13 +25,6 @@ _PASS_THROUGH = {
     "allow_extra_args": True,
     "allow_interspersed_args": False,
 }
-
-
-class SchedulerKind(StrEnum):
-    """Which of vLLM's schedulers a replay runs on."""
-
-    sync = "sync"
-    asynchronous = "async"
 
 
 def _fail(sentence: object, code: int = USAGE_ERROR) -> NoReturn:
@@ -112,6 +104,51 @@ def doctor(
         for line in report.lines():
             typer.echo(line)
     raise typer.Exit(0 if report.healthy else 1)
+
+
+@app.command()
+def replay(
+    dialog: Annotated[
+        str, typer.Option(help="`reference`, or a JSON file of turns.")
+    ] = "reference",
+    retain: Annotated[int, typer.Option(min=0, max=1)] = 1,
+    exact_tail: Annotated[
+        int | None,
+        typer.Option(min=0, max=1, help="Default: whatever retention does by default."),
+    ] = None,
+    copy_interval: Annotated[
+        int, typer.Option(help="Tokens between rolling copies; 0: none.")
+    ] = 0,
+    scheduler: Annotated[
+        Literal["sync", "async"], typer.Option(help="Which of vLLM's schedulers.")
+    ] = "sync",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One line, the last of stdout.")
+    ] = False,
+) -> None:
+    """Replay a dialog on the real scheduler and KV-cache manager, without a model.
+
+    The reference dialog is that of vLLM PR 50551, with the lengths of its stock arm
+    (--retain 0) or of its retained one.
+    """
+    _quiet_libraries()
+    from vllm_fork.replay import CheckFailed, ReplayError, load_dialog, run
+
+    try:
+        result = run(
+            load_dialog(dialog, bool(retain)),
+            retain=bool(retain),
+            exact_tail=None if exact_tail is None else bool(exact_tail),
+            copy_interval=copy_interval,
+            scheduler=scheduler,
+        )
+    except ReplayError as error:
+        _fail(error)
+    except CheckFailed as error:
+        _fail(error, 1)
+    except ImportError as error:
+        _fail(_missing(error), 1)
+    typer.echo(json.dumps(result.as_dict()) if as_json else result.table())
 
 
 @app.command("tiny-model")

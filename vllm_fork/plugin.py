@@ -7,6 +7,7 @@ workers. It wraps a few methods and replaces nothing on disk:
   a mistake can be told in one sentence (in the engine process it is a traceback);
 - ``SchedulerConfig.get_scheduler_cls``: the engine gets the scheduler class that
   vLLM resolved, with checkpoints mixed in;
+- ``EngineCore.shutdown``: the stream says goodbye before the workers are waited for;
 - ``WorkerBase.__init__``: where states are retained, workers copy whole pages after
   a hit inside a block (``block_copy``);
 - ``Platform.validate_environ``: our variables are not "unknown". They are not
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from vllm_fork import block_copy, endpoints
+from vllm_fork.checkpoint import EXTERNAL_ID_ATTRIBUTE
 from vllm_fork.config import (
     ENVIRONMENT_VARIABLES,
     RETENTION_INTERVAL_ENV,
@@ -85,10 +87,10 @@ def register() -> None:
         _wrap(EngineArgs, "create_engine_config", _checked_engine_config)
         _wrap(SchedulerConfig, "get_scheduler_cls", _scheduler_with_checkpoints)
         _wrap(Platform, "validate_environ", _validate_environ_without_ours)
-        # A worker (and an engine with its worker inside) has it loaded; elsewhere
-        # importing it would cost seconds for nothing.
-        workers = sys.modules.get("vllm.v1.worker.worker_base")
-        if workers is not None:
+        # Loaded where they run; elsewhere importing them would cost seconds.
+        if core := sys.modules.get("vllm.v1.engine.core"):
+            _wrap(core.EngineCore, "shutdown", _shutdown_after_goodbye)
+        if workers := sys.modules.get("vllm.v1.worker.worker_base"):
             _wrap(workers.WorkerBase, "__init__", _worker_copying_whole_pages)
     except (ImportError, AttributeError) as error:
         sentence = MISFIT.format(error)
@@ -328,11 +330,35 @@ def _scheduler_with_checkpoints(original: Any) -> Any:
             active = _is_active_by_environment()
         if not active:
             return stock
+        from vllm.v1.request import Request
+
         from vllm_fork.scheduler import with_checkpoints
 
+        _wrap(Request, "from_engine_core_request", _request_with_external_id)
         return with_checkpoints(stock)
 
     return get_scheduler_cls
+
+
+def _request_with_external_id(original: Any) -> Any:
+    """The core's ``Request`` does not keep the id that the client knows."""
+
+    def from_engine_core_request(cls: Any, request: Any, *args: Any) -> Any:
+        made = original(cls, request, *args)
+        setattr(made, EXTERNAL_ID_ATTRIBUTE, request.external_req_id)
+        return made
+
+    return from_engine_core_request
+
+
+def _shutdown_after_goodbye(original: Any) -> Any:
+    def shutdown(self: Any) -> None:
+        close_stream = getattr(self.scheduler, "close_stream", None)
+        if close_stream is not None:
+            close_stream()
+        original(self)
+
+    return shutdown
 
 
 def _worker_copying_whole_pages(original: Any) -> Any:

@@ -97,11 +97,7 @@ def doctor(*arguments: str) -> tuple[dict, int]:
 @pytest.fixture
 def quiet_environment(monkeypatch):
     """The doctor sets variables: they go with the test."""
-    # Not the runner's stream, which is closed after it.
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.__stderr__")
-    for name in ("VLLM_LOGGING_LEVEL", SERVE_ENV):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    monkeypatch.setenv(SERVE_ENV, "0")
     for name, value in FREE.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", sys.argv)
@@ -165,6 +161,44 @@ class TestDoctor:
         assert code == 1
         sentences = [f["sentence"] for f in report["findings"]]
         assert any(f"{endpoint} is in use" in sentence for sentence in sentences)
+
+
+def test_replay_json():
+    """Cheap dialog: the reference's own numbers are tests/model_free's."""
+    options = ["--dialog", "reference", "--retain", "0", "--json"]
+    result = CliRunner().invoke(app, ["replay", *options])
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert (report["cached"], report["prompt"]) == (23056, 36254)
+    assert set(report) == {"turns", "cached", "prompt", "completion", "hit_rate"}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        (["--dialog", "refrence"], 2, "did you mean 'reference'"),
+        (["--copy-interval", "17"], 2, "a multiple of 16"),
+        (["--retain", "2"], 2, "less than or equal to 1"),
+        (["--scheduler", "asink"], 2, "is not one of 'sync', 'async'"),
+    ],
+)
+def test_replay_of_nonsense(options, code, sentence):
+    result = CliRunner().invoke(app, ["replay", *options])
+    assert result.exit_code == code
+    assert sentence in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.output
+
+
+def test_tiny_model(tmp_path):
+    result = CliRunner().invoke(app, ["tiny-model", str(tmp_path / "model")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_tiny_model_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["tiny-model", str(tmp_path / "file" / "x")])
+    assert result.exit_code == 1
+    assert "cannot be written: Not a directory." in result.stderr
 
 
 def test_plugin_that_is_not_installed(monkeypatch):
