@@ -208,7 +208,9 @@ class Intake:
             self._count_unread(record, decoded)
         if self._counter is not None:
             self._counter.apply(batch, decoded.events)
-        record.num_dropped += self.ledger.apply(record.endpoint, batch, decoded.events)
+        record.num_dropped += self.ledger.apply(
+            record.endpoint, action.seq, batch, decoded.events
+        )
 
     def _count_unread(self, record: StreamRecord, decoded: DecodedBatch) -> None:
         record.num_unknown += decoded.num_unknown

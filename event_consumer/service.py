@@ -79,6 +79,8 @@ class Service:
         self._look_again = asyncio.Event()
         self._uncommitted: Taken | None = None
         self._committing = asyncio.Lock()
+        self._stop = asyncio.Event()
+        self._failure: BaseException | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store")
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -88,6 +90,7 @@ class Service:
             StoreError: the store could not be read at the start.
             SettingsError: a CURVE key could not be read at the start.
         """
+        self._stop = stop
         try:
             await self._follow(await self._expand() or [])
             others = [
@@ -100,9 +103,11 @@ class Service:
                 )
             ]
             for task in others:
-                task.add_done_callback(_log_end)
+                task.add_done_callback(self._ended)
             await self._flush_until(stop)
             await _cancel(others)
+            if self._failure is not None:
+                raise self._failure
         finally:
             await _cancel([task for _, _, task in self._subscribers.values()])
             await self._drain()
@@ -118,6 +123,13 @@ class Service:
         if self.store_error is not None:
             found.append(self.store_error)
         return found
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nothing here ends by itself. What does is a fault, and half a service is
+        worse than one that is started again: what was read is committed first."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
+            self._stop.set()
 
     # -- endpoints -----------------------------------------------------------
 
@@ -182,7 +194,7 @@ class Service:
                 max_frame_bytes=self.settings.max_frame_bytes,
             )
             task = asyncio.create_task(subscriber.run(), name=name)
-            task.add_done_callback(_log_end)
+            task.add_done_callback(self._ended)
             self._subscribers[name] = (endpoint, subscriber, task)
 
     async def _watch_config(self) -> None:
@@ -312,8 +324,3 @@ def _fingerprint(path: Path) -> tuple[int, int, int] | None:
     except OSError:  # being replaced
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _log_end(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s ended", task.get_name(), exc_info=error)
