@@ -80,8 +80,7 @@ def test_reuse_names_its_source(engine, turns):
     assert reused.session_id == "streams"
 
 
-def test_short_answer_says_why_no_block_was_kept(engine):
-    """It crosses no block: its exact tail alone is kept."""
+def test_answer_that_crosses_no_block_leaves_its_exact_tail_alone(engine):
     answer = engine.ask(engine.new_prompt(40), 20)
     found = engine.events_of(answer.request_id)
     kinds = {e.boundary_kind for e in of_kind(found, events.CheckpointEvent)}
