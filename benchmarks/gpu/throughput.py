@@ -3,15 +3,16 @@
 ``N`` requests decode together; every ``window`` steps the engine is switched, in the
 order off, on, on, off, so that growing contexts weigh on both alike. Off is stock
 vLLM: its own scheduler class, nothing wrapped. A subscriber in another process
-reads the events. The second half of the off windows against the first is the noise.
+reads the events. One off window of a group against the other is the noise.
 
 Then the same load runs whole, once with retention from its start, so that blocks
-are crossed and pinned as in service: what the pins hold is sampled at each step.
+are crossed and pinned as in service: what the pins hold is sampled on the way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from generate import Session, params, random_tokens, stopping_at
 
 SETTLE = 5
 """Steps after a switch that count for neither side."""
+SAMPLE_EVERY = 20
+"""Steps between two looks at the pins."""
 
 
 def run(
@@ -133,10 +136,11 @@ def _whole(engine: Any, running: int, arm: str, tokens: int) -> dict[str, Any]:
     while any(not answer.tokens for answer in answers):
         session.step()
     pinned, extra = [0], [0]
+    steps = itertools.count()
 
     def sample() -> None:
         retention = getattr(scheduler, "retention", None)
-        if retention is not None:
+        if retention is not None and next(steps) % SAMPLE_EVERY == 0:
             held = [b for c in retention._pinned() for b in c.blocks]
             pinned.append(len(held))
             extra.append(sum(block.ref_cnt == 1 for block in held))

@@ -115,16 +115,17 @@ def concurrent(
     conversations: int = 32,
     turns: int = 3,
     longest_prompt: int = 1800,
-    seed: int = 9,
+    check_every: int = 1,
 ) -> dict[str, Any]:
-    """``conversations`` at once, turn by turn, in ``available`` blocks."""
+    """``conversations`` at once, turn by turn, in ``available`` blocks; every
+    ``check_every``-th answer is checked."""
     switch(engine, arm)
     answers: list[Answer] = []
     start = time.perf_counter()
     with ballast(engine, available), counted_preemptions(engine) as preempted:
         said: list[list[int]] = [[] for _ in range(conversations)]
         for turn in range(turns):
-            source = random.Random(f"{seed}-{turn}")
+            source = random.Random(f"concurrent-{turn}")
             session = Session(engine)
             batch = []
             for conversation in range(conversations):
@@ -133,7 +134,9 @@ def concurrent(
                     if turn == 0
                     else source.randrange(8, 80)
                 )
-                said[conversation] += random_tokens(new, (seed, conversation, turn))
+                said[conversation] += random_tokens(
+                    new, ("concurrent", conversation, turn)
+                )
                 length = source.randrange(30, 250)
                 sampling = stopping_at(length, logprobs=TOP)
                 batch.append(session.add(said[conversation], sampling))
@@ -155,8 +158,7 @@ def concurrent(
         "hits": sum(answer.cached > 0 for answer in answers),
         "hits_inside_a_unit": sum(answer.cached % 16 > 0 for answer in answers),
     }
-    result |= check(engine, answers)
-    return result
+    return result | check(engine, answers[::check_every])
 
 
 def storm(
