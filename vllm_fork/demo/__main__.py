@@ -153,7 +153,17 @@ class Demo:
         yield checks.turns_are_linked(
             on, stored, spans, self.receiver.spans(names.CHECKPOINT_SPAN)
         )
-        yield checks.lives_are_whole(evidence.stages_of_checkpoints(self.receiver))
+        yield self._awaited_lives(self.receiver)
+
+    def _awaited_lives(self, receiver: OtlpReceiver) -> Check:
+        """The log records of the last stages come a moment after the spans."""
+
+        def lives() -> Check:
+            return checks.lives_are_whole(evidence.stages_of_checkpoints(receiver))
+
+        with contextlib.suppress(TimeoutError):
+            receiver.wait_for(lambda: not lives().problem, SETTLE_S)
+        return lives()
 
     def _settled(self, turns: list[TurnResult]) -> dict[str, evidence.Row]:
         """The stored requests, once each turn is there and finished, and (where they

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -45,14 +44,12 @@ def request_spans(receiver: OtlpReceiver) -> dict[str, ReceivedSpan]:
 
 
 def stages_of_checkpoints(receiver: OtlpReceiver) -> dict[tuple[str, int], list[str]]:
-    """The stages that log records tell of each checkpoint, in the order they came."""
+    """The stages that log records tell of each checkpoint, by its trace and its id."""
     found: dict[tuple[str, int], list[str]] = {}
     for record in receiver.logs():
-        if names.CHECKPOINT_ID in record.attributes:
-            key = (
-                str(record.attributes[names.ENGINE_ID]),
-                int(record.attributes[names.CHECKPOINT_ID]),
-            )
+        checkpoint = record.attributes.get(names.CHECKPOINT_ID)
+        if checkpoint is not None:
+            key = (record.trace_id, int(checkpoint))
             found.setdefault(key, []).append(record.event_name)
     return found
 
@@ -66,9 +63,10 @@ def reuse_on_pages(store: str, request_ids: Sequence[str]) -> Mapping[str, int]:
     Raises:
         DemoError: the page failed.
     """
-    logging.getLogger("streamlit").setLevel(logging.ERROR)
+    from streamlit import logger
     from streamlit.testing.v1 import AppTest
 
+    logger.set_log_level("ERROR")
     os.environ[dashboard_settings.STORE_VARIABLE] = store
     found: dict[str, int] = {}
     for request_id in request_ids:

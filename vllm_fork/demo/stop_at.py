@@ -41,7 +41,7 @@ class StopAt(AdapterLogitsProcessor):
             ValueError: one sentence.
         """
         length = _stop_at(sampling_params)
-        if length is not None and (not isinstance(length, int) or length < 1):
+        if length is not None and (type(length) is not int or length < 1):
             raise ValueError(
                 f"vllm_xargs.{ARGUMENT} is {length!r}: expected the number of output "
                 "tokens, 1 or more, the stop token included."

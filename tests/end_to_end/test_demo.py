@@ -1,0 +1,207 @@
+"""The demo's parts: its checks can fail, and what goes wrong is one sentence."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from event_consumer import names
+from event_consumer.otlp_receiver import ReceivedLink, ReceivedSpan
+from vllm_fork.demo import checks
+from vllm_fork.demo.dialog import TurnResult
+from vllm_fork.demo.processes import DemoError, Service, require_free
+from vllm_fork.demo.table import ab_table
+
+OFF = [
+    TurnResult("off-0", prompt=61, completion=3613, cached=0, text=""),
+    TurnResult("off-1", prompt=3729, completion=4374, cached=48, text=""),
+]
+ON = [
+    TurnResult("on-0", prompt=61, completion=3518, cached=0, text=""),
+    TurnResult("on-1", prompt=3634, completion=4080, cached=3168, text=""),
+]
+
+
+def span(name, span_id, *, parent="", links=(), **attributes):
+    return ReceivedSpan(
+        name=name,
+        trace_id="1" * 32,
+        span_id=span_id,
+        parent_span_id=parent,
+        trace_state="",
+        flags=1,
+        kind=1,
+        start_ns=0,
+        end_ns=1,
+        attributes=attributes,
+        events=[],
+        links=[ReceivedLink("1" * 32, target, {}) for target in links],
+        status=0,
+        status_message="",
+        resource={},
+        scope="",
+    )
+
+
+def test_table_has_the_reference_s_shape():
+    assert ab_table(OFF, ON).splitlines() == [
+        "Turn      Retain=0 (cached / prompt / completion)  "
+        "Retain=1 (cached / prompt / completion)",
+        f"--------  {'-' * 39}  {'-' * 39}",
+        f"0         {'0 / 61 / 3613':39}  0 / 61 / 3518",
+        f"1         {'48 / 3729 / 4374':39}  3168 / 3634 / 4080",
+        f"Total     {'48 / 3790 / 7987':39}  3168 / 3695 / 7598",
+        f"Hit rate  {'1.3%':39}  85.7%",
+    ]
+
+
+def test_more_must_be_reused():
+    assert not checks.more_is_reused(OFF, ON).problem
+    assert checks.more_is_reused(ON, OFF).problem
+    assert checks.more_is_reused(ON, ON).problem
+
+
+@pytest.mark.parametrize(
+    ("told", "holds"),
+    [
+        ({"on-0": 0, "on-1": 3168}, True),
+        ({"on-0": 0, "on-1": 3167}, False),
+        ({"on-1": 3168}, False),
+    ],
+)
+def test_every_turn_must_be_told_as_the_client_saw_it(told, holds):
+    assert bool(checks.same_reuse("on", ON, "in the store", told).problem) != holds
+
+
+@pytest.mark.parametrize(
+    ("links", "parent", "stage", "holds"),
+    [
+        (["c" * 16], "a" * 16, "published", True),
+        ([], "a" * 16, "published", False),
+        (["c" * 16], "a" * 16, "discarded", False),
+        (["c" * 16], "f" * 16, "published", False),
+    ],
+)
+def test_turns_must_be_linked(links, parent, stage, holds):
+    """To a span that published, under the request span of the turn before."""
+    spans = {
+        "on-0": span(names.REQUEST_SPAN, "a" * 16),
+        "on-1": span(names.REQUEST_SPAN, "b" * 16, links=links),
+    }
+    checkpoint = span(
+        names.CHECKPOINT_SPAN, "c" * 16, parent=parent, **{names.STAGE: stage}
+    )
+    found = checks.turns_are_linked(ON, {}, spans, [checkpoint])
+    assert bool(found.problem) != holds
+
+
+@pytest.mark.parametrize(
+    ("stages", "holds"),
+    [
+        ([names.PINNED, names.PROMOTED, names.PUBLISHED], True),
+        ([names.PINNED, names.DISCARDED], True),
+        ([names.PINNED, names.PROMOTED], False),
+        ([names.PINNED, names.PUBLISHED, names.DISCARDED], False),
+        ([names.PINNED, names.PINNED, names.PUBLISHED], False),
+        ([names.PUBLISHED], False),
+    ],
+)
+def test_lives_must_be_whole(stages, holds):
+    assert bool(checks.lives_are_whole({("trace", 1): stages}).problem) != holds
+
+
+def test_no_checkpoint_at_all_is_no_success():
+    assert checks.lives_are_whole({}).problem
+
+
+def test_reason_must_be_given():
+    given = {turn.request_id: {"no_checkpoint_reason": "disabled"} for turn in OFF}
+    assert not checks.reason_is_given(OFF, given).problem
+    assert checks.reason_is_given(OFF, {}).problem
+
+
+def test_taken_port_is_one_sentence():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(DemoError, match=f"^port {port} for the dashboard cannot"):
+            require_free({"the dashboard": port})
+
+
+def test_demo_ends_with_that_sentence(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        demo = subprocess.run(
+            [
+                *(sys.executable, "-m", "vllm_fork.demo", "--once"),
+                *("--port", str(port), "--directory", str(tmp_path / "demo")),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert demo.returncode == 1
+    assert demo.stderr.startswith(f"demo: port {port} for the dashboard cannot be used")
+    assert "Traceback" not in demo.stderr
+    assert not (tmp_path / "demo").exists()
+
+
+def test_service_that_dies_says_its_last_words(tmp_path):
+    command = [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"]
+    service = Service("it", command, tmp_path / "log", os.environ)
+    try:
+        with pytest.raises(DemoError, match=r"it ended with exit code 3 .*: no luck"):
+            service.wait_ready(lambda: False, timeout_s=20)
+    finally:
+        service.stop()
+
+
+def test_service_is_ended_with_its_children(tmp_path):
+    """The child is not told: it is ended with the group."""
+    script = (
+        "import subprocess, sys, time\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "print(subprocess.Popen(sleep).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    service = Service(
+        "it", [sys.executable, "-c", script], tmp_path / "log", os.environ
+    )
+    service.wait_ready(lambda: service.last_line().isdigit(), timeout_s=20)
+    child = psutil.Process(int(service.last_line()))
+    service.stop()
+    assert service.exit_code is not None
+
+    def ended():
+        try:
+            return child.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    deadline = time.monotonic() + 10
+    while not ended():
+        assert time.monotonic() < deadline
+
+
+def test_missing_command_is_one_sentence(tmp_path):
+    with pytest.raises(DemoError, match="it cannot start: no-such is not installed"):
+        Service("it", ["no-such"], tmp_path / "log", os.environ)
+
+
+@pytest.mark.parametrize("length", [0, -1, "ten", 2.5, True])
+def test_stop_at_refuses_what_is_no_length(length):
+    from vllm import SamplingParams
+
+    from vllm_fork.demo.stop_at import StopAt
+
+    with pytest.raises(ValueError, match="expected the number of output tokens"):
+        StopAt.validate_params(SamplingParams(extra_args={"stop_at": length}))
