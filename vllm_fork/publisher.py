@@ -229,7 +229,8 @@ class CheckpointPublisher:
         elif until_flush > 0:
             timeout = until_flush
         else:
-            self._asleep = True
+            # While there is no socket to send to, nobody needs to wake us.
+            self._asleep = self._publisher is not None
             # Asked after that: events may have come before they could see the flag.
             timeout = 0.0 if self._has_work() else self._idle_time()
         poller = zmq.Poller()
