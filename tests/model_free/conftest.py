@@ -76,6 +76,18 @@ class Talk:
         """What the prefix cache serves of ``prompt``."""
         return self.ask(prompt, [STOP_TOKEN], **options).cached_tokens
 
+    def note_at_preemptions(self, note: Callable[[Scheduler], Any]) -> list[Any]:
+        """What ``note`` says whenever somebody is about to be preempted."""
+        notes: list[Any] = []
+        preempt = self.scheduler._preempt_request
+
+        def preempt_request(*args: Any, **kwargs: Any) -> None:
+            notes.append(note(self.scheduler))
+            preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = preempt_request
+        return notes
+
     def finished_event(self, request: Request) -> RequestFinished:
         (event,) = [
             event

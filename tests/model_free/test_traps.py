@@ -13,7 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus, StreamingUpdate
 
 from vllm_fork.events import CheckpointPinned, CheckpointPublished, PrefixReused
-from vllm_fork.model_free import STOP_TOKEN, make_request
+from vllm_fork.model_free import STOP_TOKEN, blocks_only_pins_hold, make_request
 
 BLOCK = 64
 
@@ -81,25 +81,29 @@ def test_4_the_last_step_crosses_a_boundary_with_drafts(start):
         assert talk.cached_tokens(prompt + answer + talk.tokens(30)) == 2 * BLOCK
 
 
+@pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("exact_tail", [False, True])
-def test_5_a_pin_never_costs_a_running_request(start, exact_tail):
-    """Two requests in a pool that is too small: as many preemptions as stock has."""
-
-    def preemptions(talk):
-        for _ in range(2):
-            talk.begin(talk.tokens(30), talk.answer(400))
-        talk.engine.run()
-        return talk.engine.num_preemptions
-
+def test_5_a_pin_never_costs_a_running_request(start, exact_tail, num_groups):
+    """When somebody is preempted no block is held by pins alone: stock vLLM would
+    have had to preempt as well. (Histories part from there: what is evicted, and so
+    who is admitted when, differs. Over many pools stock preempts more.)"""
+    preemptions = {"stock": 0, "retained": 0}
     relieved = 0
-    for num_blocks in range(14, 24):
-        options = {"num_blocks": num_blocks, "num_mamba_groups": 1}
-        talk = start(exact_tail=exact_tail, **options)
-        assert preemptions(talk) == preemptions(start(stock=True, **options))
+    for num_blocks in range(24, 36, 4):
+        options = {"num_blocks": num_blocks, "num_mamba_groups": num_groups}
+        for name in preemptions:
+            talk = start(stock=name == "stock", exact_tail=exact_tail, **options)
+            held_by_pins = talk.note_at_preemptions(blocks_only_pins_hold)
+            for i in range(4):
+                talk.begin(talk.tokens(30 + i), talk.answer(400 - 10 * i))
+            talk.engine.run()
+            assert not any(held_by_pins)
+            preemptions[name] += talk.engine.num_preemptions
         relieved += sum(
             talk.discard_reasons(request).count("memory_pressure")
             for request in talk.engine.requests.values()
         )
+    assert 0 < preemptions["retained"] <= preemptions["stock"]
     assert relieved, "no pin ever stood in the way"
 
 
