@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import urlencode
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -20,6 +20,8 @@ from ui.components.record_table import Link
 from ui.connection import StoreConnection, StoreError
 from ui.queries import RETAINED, Queries
 from ui.recent import RecentAnswers
+
+T = TypeVar("T")
 
 HERE: Final = Path(__file__).parent
 LOGO: Final = str(HERE / "logo.svg")
@@ -148,8 +150,8 @@ def browser_zone() -> ZoneInfo:
         return ZoneInfo("UTC")
 
 
-def range_picker() -> int | None:
-    """The time-range control; the start it chooses, None for everything."""
+def range_picker() -> str:
+    """The time-range control; the name of the range it chooses."""
     chosen = st.segmented_control(
         "Time range",
         list(RANGES),
@@ -159,7 +161,12 @@ def range_picker() -> int | None:
         bind="query-params",
         help="Requests whose last event lies in this range, up to now.",
     )
-    seconds = RANGES.get(chosen or DEFAULT_RANGE)
+    return chosen or DEFAULT_RANGE
+
+
+def range_start(name: str) -> int | None:
+    """When a range that ends now begins; None for everything."""
+    seconds = RANGES[name]
     return None if seconds is None else time.time_ns() - seconds * 1_000_000_000
 
 
@@ -177,15 +184,47 @@ class Figure(NamedTuple):
 
 
 def show(title: str, subtitle: str, body: Callable[[], None]) -> None:
-    """Show a page: its header, then ``body``, again each :data:`REFRESH_S` seconds.
+    """Show a page: its header, then ``body``, again each :data:`REFRESH_S` seconds."""
+    show_with_controls(title, subtitle, lambda: None, lambda _: body())
 
-    While paused ``body`` runs only when something on the page is used. A store
-    that cannot be read is said in a sentence and tried again.
+
+def show_with_controls(
+    title: str, subtitle: str, controls: Callable[[], T], body: Callable[[T], None]
+) -> None:
+    """Show a page whose ``controls`` stand still while its ``body`` is live.
+
+    ``controls`` runs when something on the page is used, and when an engine came
+    or went; ``body`` takes what it chose, again each :data:`REFRESH_S` seconds.
+    While paused ``body`` too runs only when something is used. A store that cannot
+    be read is said in a sentence and tried again.
     """
     if st.session_state.get("live", True):
         st.session_state.pop("paused_ns", None)
     else:
         st.session_state.setdefault("paused_ns", time.time_ns())
+    live = _header(title, subtitle)
+    if problem := configured().problem:
+        st.warning(problem, icon=":material/settings_alert:")
+    try:
+        known = _engine_ids()
+        chosen = controls()
+    except StoreError:
+        known, chosen = None, None  # the body says why, and is tried again
+
+    def refresh() -> None:
+        try:
+            if _engine_ids() != known:
+                st.rerun()
+            _stream_banner()
+            body(chosen)  # type: ignore[arg-type]
+        except StoreError as error:
+            show_store_error(error)
+
+    st.fragment(refresh, run_every=REFRESH_S if live else None)()
+
+
+def _header(title: str, subtitle: str) -> bool:
+    """The title, the clock and the switch; whether the page is live."""
     with st.container(
         horizontal=True,
         horizontal_alignment="distribute",
@@ -202,7 +241,7 @@ def show(title: str, subtitle: str, body: Callable[[], None]) -> None:
             key="live_bar",
         ):
             st.fragment(_freshness, run_every=REFRESH_S)()
-            live = st.toggle(
+            return st.toggle(
                 "Live",
                 value=True,
                 key="live",
@@ -210,22 +249,16 @@ def show(title: str, subtitle: str, body: Callable[[], None]) -> None:
                 help="New events appear within two seconds. Pause to read in peace: "
                 "filters still answer with what is new.",
             )
-    if problem := configured().problem:
-        st.warning(problem, icon=":material/settings_alert:")
-    st.fragment(lambda: _guarded(body), run_every=REFRESH_S if live else None)()
 
 
-def _guarded(body: Callable[[], None]) -> None:
-    try:
-        if banner := stream_state.banner(queries().streams(), time.time_ns()):
-            alert = st.error if banner.level == "error" else st.warning
-            alert(
-                f"{banner.text} · [Stream health](health)",
-                icon=":material/sensors_off:",
-            )
-        body()
-    except StoreError as error:
-        show_store_error(error)
+def _engine_ids() -> list[str]:
+    return [engine["engine_id"] for engine in queries().engines()]
+
+
+def _stream_banner() -> None:
+    if banner := stream_state.banner(queries().streams(), time.time_ns()):
+        alert = st.error if banner.level == "error" else st.warning
+        alert(f"{banner.text} · [Stream health](health)", icon=":material/sensors_off:")
 
 
 def show_store_error(error: StoreError) -> None:

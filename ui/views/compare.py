@@ -27,11 +27,32 @@ class Arm(NamedTuple):
     wanted: RequestFilter
 
 
-def body() -> None:
-    """The choice of two arms, and what they show."""
+class Chosen(NamedTuple):
+    """What the controls say."""
+
+    a: Arm
+    b: Arm
+    one_conversation: bool
+
+
+def controls() -> Chosen | None:
+    """The choice of two arms, and of what a turn is; None where there is no engine."""
     engines = shell.queries().engines()
     options = arm_options(engines)
     if not options:
+        return None
+    first, second = default_arms(engines, list(options))
+    left, right = st.columns(2, gap="medium")
+    with left:
+        a = arm_picker("A", "a", options, first)
+    with right:
+        b = arm_picker("B", "b", options, second)
+    return Chosen(a, b, turn_order() == BY_ARRIVAL)
+
+
+def body(chosen: Chosen | None) -> None:
+    """What the two arms show."""
+    if chosen is None:
         shell.empty_state(
             "No engine has reported yet, so there is nothing to compare",
             "Play one dialog against an engine with retention off and one with it on; "
@@ -39,14 +60,7 @@ def body() -> None:
             "make demo",
         )
         return
-    first, second = default_arms(engines, list(options))
-    left, right = st.columns(2, gap="medium")
-    with left:
-        a = arm_picker("A", "a", options, first)
-    with right:
-        b = arm_picker("B", "b", options, second)
-    how = turn_order(a, b)
-    compare(a, b, one_conversation=how == BY_ARRIVAL)
+    compare(chosen.a, chosen.b, one_conversation=chosen.one_conversation)
 
 
 def arm_options(engines: list[dict[str, Any]]) -> dict[str, str]:
@@ -118,8 +132,8 @@ def _ns(at: datetime | None) -> int | None:
     return int(at.replace(tzinfo=shell.browser_zone()).timestamp() * 1e9)
 
 
-def turn_order(a: Arm, b: Arm) -> str:
-    """What a turn is: chosen, or found from the data."""
+def turn_order() -> str:
+    """What a turn is."""
     chosen = st.segmented_control(
         "Turns are those",
         [BY_CONVERSATION, BY_ARRIVAL],
@@ -276,4 +290,6 @@ def ab_cells(
     ]
 
 
-shell.show("Compare", "Two engines, labels or time ranges, turn by turn.", body)
+shell.show_with_controls(
+    "Compare", "Two engines, labels or time ranges, turn by turn.", controls, body
+)

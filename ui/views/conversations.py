@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import streamlit as st
 
@@ -37,17 +37,18 @@ LIST_COLUMNS: Final = (
 )
 
 
-def body() -> None:
-    """The conversation that the address names, or the list."""
-    wanted = st.query_params.get("conversation", "")
-    if wanted:
-        one(wanted, st.query_params.get("of"))
-    else:
-        every()
+class Chosen(NamedTuple):
+    """What the controls of the list say."""
+
+    text: str
+    labels: tuple[str, ...]
+    range_name: str
 
 
-def every() -> None:
-    """The conversations with the newest requests."""
+def controls() -> Chosen | None:
+    """The filter of the list; None where the address names one conversation."""
+    if st.query_params.get("conversation"):
+        return None
     labels = sorted({e["label"] for e in shell.queries().engines()})
     with st.container(horizontal=True, vertical_alignment="bottom", key="filters"):
         text = st.text_input(
@@ -67,8 +68,26 @@ def every() -> None:
             placeholder="any",
             help="The label that the engine was started with.",
         )
-    since_ns = shell.range_picker()
-    wanted = RequestFilter(text=text, labels=chosen, since_ns=since_ns)
+        range_name = shell.range_picker()
+    return Chosen(text, tuple(chosen), range_name)
+
+
+def body(chosen: Chosen | None) -> None:
+    """The conversation that the address names, or the list."""
+    wanted = st.query_params.get("conversation", "")
+    if wanted:
+        one(wanted, st.query_params.get("of"))
+    elif chosen is not None:
+        every(chosen)
+
+
+def every(chosen: Chosen) -> None:
+    """The conversations with the newest matching requests."""
+    wanted = RequestFilter(
+        text=chosen.text,
+        labels=chosen.labels,
+        since_ns=shell.range_start(chosen.range_name),
+    )
     rows = shell.queries().conversations(wanted, LIST_LIMIT)
     if not rows:
         if shell.queries().newest_event_ns() is None:
@@ -251,4 +270,6 @@ def figures(turns: Sequence[dict[str, Any]]) -> None:
     )
 
 
-shell.show("Conversations", "Turn by turn: what each carried over.", body)
+shell.show_with_controls(
+    "Conversations", "Turn by turn: what each carried over.", controls, body
+)

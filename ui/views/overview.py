@@ -57,11 +57,18 @@ def gather(wanted: RequestFilter, whole_ns: int | None) -> Figures | None:
     )
 
 
-def body() -> None:
-    """The figures of the chosen range and engines."""
+class Chosen(NamedTuple):
+    """What the controls say; ``range_name`` stays the same while time goes on."""
+
+    labels: tuple[str, ...]
+    range_name: str
+
+
+def controls() -> Chosen:
+    """The time range and the engines."""
     labels = sorted({e["label"] for e in shell.queries().engines()})
     with st.container(horizontal=True, vertical_alignment="bottom", key="filters"):
-        since_ns = shell.range_picker()
+        range_name = shell.range_picker()
         chosen = st.multiselect(
             "Engine",
             labels,
@@ -71,8 +78,15 @@ def body() -> None:
             placeholder="any",
             help="The label that the engine was started with.",
         )
-    wanted = RequestFilter(labels=chosen, since_ns=since_ns)
-    question = ("overview", st.session_state.get("range"), wanted.labels)
+    return Chosen(tuple(chosen), range_name)
+
+
+def body(chosen: Chosen) -> None:
+    """The figures of the chosen range and engines."""
+    wanted = RequestFilter(
+        labels=chosen.labels, since_ns=shell.range_start(chosen.range_name)
+    )
+    question = ("overview", chosen)
     figures = shell.recent(
         question, lambda: gather(wanted, shell.queries().oldest_event_ns())
     )
@@ -286,4 +300,6 @@ def worth_a_look(figures: Figures) -> None:
             st.markdown("Nothing: no reason in this range has a remedy.")
 
 
-shell.show("Overview", "How much of each prompt was reused, and what was kept.", body)
+shell.show_with_controls(
+    "Overview", "How much of each prompt was reused, and what was kept.", controls, body
+)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 import streamlit as st
 
 from ui import downloads, reasons, request_rows, shell
 from ui.components.record_table import record_table
-from ui.queries import COUNT_LIMIT, DOWNLOAD_LIMIT, RETAINED, RequestFilter, Row
+from ui.queries import COUNT_LIMIT, DOWNLOAD_LIMIT, RETAINED, RequestFilter
 
 PAGE_ROWS: Final = 50
 
@@ -26,8 +27,20 @@ STATUS_WORDS: Final = {
 }
 
 
-def filter_bar() -> RequestFilter:
-    """The filter's controls; what they choose."""
+class Chosen(NamedTuple):
+    """What the controls say: which requests, of which time, and in which order."""
+
+    timeless: RequestFilter
+    range_name: str
+    sort: str
+
+    def wanted(self) -> RequestFilter:
+        """The filter, its time range counted back from now."""
+        return replace(self.timeless, since_ns=shell.range_start(self.range_name))
+
+
+def controls() -> Chosen:
+    """The filter's controls, the order, and the downloads."""
     engines = shell.queries().engines()
     labels = sorted({e["label"] for e in engines})
     models = sorted({e["model_name"] for e in engines if e["model_name"]})
@@ -113,45 +126,27 @@ def filter_bar() -> RequestFilter:
                 bind="query-params",
                 help="Part of the stream was lost while they ran.",
             )
-    since_ns = shell.range_picker()
-    return RequestFilter(
-        text=text,
-        labels=label,
-        engine_ids=engine_ids,
-        models=model,
-        statuses=statuses,
-        outcomes=outcomes,
-        limits=limits,
-        finish_reasons=finish,
-        min_recomputed=int(computed),
-        only_incomplete=incomplete,
-        since_ns=since_ns,
-    )
-
-
-def download(wanted: RequestFilter, sort: str) -> list[Row]:
-    """The matching rows, as many as a download holds."""
-    return shell.queries().find_requests(wanted, sort=sort, limit=DOWNLOAD_LIMIT)
-
-
-def body() -> None:
-    """The filters, how many match, the rows, and the downloads."""
-    wanted = filter_bar()
     with st.container(
         horizontal=True,
         horizontal_alignment="distribute",
-        vertical_alignment="center",
-        key="result_bar",
+        vertical_alignment="bottom",
+        key="second_bar",
     ):
-        total = shell.queries().count_requests(wanted)
-        shown = f"{COUNT_LIMIT:,}+" if total > COUNT_LIMIT else f"{total:,}"
-        st.markdown(
-            f"**{shown}** request{'' if total == 1 else 's'}",
-            help="Requests that match the filter and the time range.",
-            width="content",
+        range_name = shell.range_picker()
+        timeless = RequestFilter(
+            text=text,
+            labels=label,
+            engine_ids=engine_ids,
+            models=model,
+            statuses=statuses,
+            outcomes=outcomes,
+            limits=limits,
+            finish_reasons=finish,
+            min_recomputed=int(computed),
+            only_incomplete=incomplete,
         )
         with st.container(
-            horizontal=True, vertical_alignment="center", width="content"
+            horizontal=True, vertical_alignment="bottom", width="content"
         ):
             sort = st.selectbox(
                 "Order",
@@ -159,42 +154,58 @@ def body() -> None:
                 format_func=SORT_WORDS.__getitem__,
                 key="sort",
                 bind="query-params",
-                label_visibility="collapsed",
-                width=250,
+                width=230,
+                help="Of all matching requests, not of this page only.",
             )
-            last_page = max(1, -(-min(total, COUNT_LIMIT) // PAGE_ROWS))
-            page = st.number_input(
-                "Page",
-                min_value=1,
-                max_value=last_page,
-                key="page",
-                label_visibility="collapsed",
-                width=110,
-                help=f"Page of {PAGE_ROWS} requests.",
-            )
-            st.download_button(
-                "CSV",
-                lambda: downloads.as_csv(download(wanted, sort)),
-                "requests.csv",
-                "text/csv",
-                icon=":material/download:",
-                on_click="ignore",
-                help=f"The matching requests, at most {DOWNLOAD_LIMIT:,}.",
-            )
-            st.download_button(
-                "JSON",
-                lambda: downloads.as_json(download(wanted, sort)),
-                "requests.json",
-                "application/json",
-                icon=":material/download:",
-                on_click="ignore",
-                help=f"The matching requests, at most {DOWNLOAD_LIMIT:,}.",
-            )
+            chosen = Chosen(timeless, range_name, sort)
+            downloads_of(chosen)
+    return chosen
+
+
+def downloads_of(chosen: Chosen) -> None:
+    """Buttons that make a file of the matching rows when they are used."""
+    for name, mime, make in (
+        ("CSV", "text/csv", downloads.as_csv),
+        ("JSON", "application/json", downloads.as_json),
+    ):
+        st.download_button(
+            name,
+            lambda make=make: make(  # type: ignore[misc]
+                shell.queries().find_requests(
+                    chosen.wanted(), sort=chosen.sort, limit=DOWNLOAD_LIMIT
+                )
+            ),
+            f"requests.{name.lower()}",
+            mime,
+            icon=":material/download:",
+            on_click="ignore",
+            help=f"The matching requests, at most {DOWNLOAD_LIMIT:,}.",
+        )
+
+
+def body(chosen: Chosen) -> None:
+    """How many match, and a page of them."""
+    wanted = chosen.wanted()
+    queries = shell.queries()
+    total = queries.count_requests(wanted)
+    with st.container(
+        horizontal=True,
+        horizontal_alignment="distribute",
+        vertical_alignment="center",
+        key="result_bar",
+    ):
+        shown = f"{COUNT_LIMIT:,}+" if total > COUNT_LIMIT else f"{total:,}"
+        st.markdown(
+            f"**{shown}** request{'' if total == 1 else 's'}",
+            help="Requests that match the filter and the time range.",
+            width="content",
+        )
+        page = page_picker(min(total, COUNT_LIMIT))
     if total == 0:
         no_rows(wanted)
         return
-    rows = shell.queries().find_requests(
-        wanted, sort=sort, limit=PAGE_ROWS, offset=(page - 1) * PAGE_ROWS
+    rows = queries.find_requests(
+        wanted, sort=chosen.sort, limit=PAGE_ROWS, offset=(page - 1) * PAGE_ROWS
     )
     opened = record_table(
         request_rows.COLUMNS,
@@ -203,6 +214,25 @@ def body() -> None:
         caption="Requests that match the filter",
     )
     shell.follow(opened)
+
+
+def page_picker(total: int) -> int:
+    """Which page of the matches, from 1; not shown where there is only one."""
+    last_page = max(1, -(-total // PAGE_ROWS))
+    if last_page == 1:
+        return 1
+    with st.container(horizontal=True, vertical_alignment="center", width="content"):
+        st.caption(f"page of {last_page:,}", width="content")
+        page = st.number_input(
+            "Page",
+            min_value=1,
+            max_value=last_page,
+            key="page",
+            label_visibility="collapsed",
+            width=120,
+            help=f"Page of {PAGE_ROWS} requests.",
+        )
+    return int(page)
 
 
 def no_rows(wanted: RequestFilter) -> None:
@@ -227,4 +257,6 @@ def no_rows(wanted: RequestFilter) -> None:
         )
 
 
-shell.show("Requests", "What each request reused, and what it left behind.", body)
+shell.show_with_controls(
+    "Requests", "What each request reused, and what it left behind.", controls, body
+)
