@@ -3,6 +3,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv/bin
 ONCE ?=
+DEMO_PORT ?=
 PYTEST ?=
 
 # Quiet, offline, and the same on every machine.
@@ -21,8 +22,8 @@ setup: ## Create or update .venv from the locks
 system-packages: ## Install Chromium and PostgreSQL for the tests, where allowed
 	@bash requirements/system-packages.sh
 
-demo: setup ## Play the dialog with retention off and on (ONCE=1: end by itself)
-	@$(VENV)/python -m vllm_fork.demo $(if $(filter-out 0,$(ONCE)),--once)
+demo: setup ## Play the dialog with retention off and on (ONCE=1, DEMO_PORT=8100)
+	@$(VENV)/python -m vllm_fork.demo $(if $(filter-out 0,$(ONCE)),--once) $(if $(DEMO_PORT),--port $(DEMO_PORT))
 
 test: lint system-packages ## Check and test everything but the nightly suites
 	$(VENV)/python -m pytest $(PYTEST)

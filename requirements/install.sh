@@ -28,7 +28,7 @@ find_python() {
 }
 
 fingerprint() {
-    cat requirements/*.txt requirements/install.sh pyproject.toml <("$1" --version) | sha256sum | cut -d' ' -f1
+    cat requirements/{cpu,torch-from-pypi}.txt requirements/install.sh pyproject.toml <("$1" --version) | sha256sum | cut -d' ' -f1
 }
 
 if [[ -n "${PYTHON:-}" ]] || ! supported $venv/bin/python; then

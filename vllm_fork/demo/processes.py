@@ -143,5 +143,5 @@ def require_free(ports: Mapping[str, int]) -> None:
                 raise DemoError(
                     f"port {port} for {purpose} cannot be used ({error.strerror}): end "
                     "what listens there, or choose another first port with "
-                    "`make demo PORT=…`."
+                    "`make demo DEMO_PORT=…`."
                 ) from None
