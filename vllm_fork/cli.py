@@ -168,6 +168,16 @@ def tiny_model(
     typer.echo(f"Wrote {directory}: vllm-fork serve {directory}")
 
 
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def demo(
+    arguments: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
+) -> None:
+    """Play a dialog against two real engines, retention off and on, with dashboard."""
+    from vllm_fork.demo.__main__ import app as demo_app
+
+    demo_app(arguments or [], prog_name="vllm-fork demo")
+
+
 def _quiet_libraries() -> None:
     """Logs to stderr, and of vLLM's only the errors, unless asked otherwise."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

@@ -188,6 +188,12 @@ def test_replay_of_nonsense(options, code, sentence):
     assert "Traceback" not in result.output
 
 
+def test_demo_takes_its_own_options():
+    result = CliRunner().invoke(app, ["demo", "--help"])
+    assert result.exit_code == 0
+    assert "--once" in result.stdout
+
+
 def test_tiny_model(tmp_path):
     result = CliRunner().invoke(app, ["tiny-model", str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
