@@ -36,6 +36,7 @@ from typing import Any, Final, Self
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import RetryInfo
 from opentelemetry.proto.collector.logs.v1 import logs_service_pb2 as logs_service
 from opentelemetry.proto.collector.logs.v1 import logs_service_pb2_grpc as logs_grpc
 from opentelemetry.proto.collector.metrics.v1 import (
@@ -187,6 +188,7 @@ class OtlpReceiver:
         self._failures: dict[str, list[grpc.StatusCode]] = {s: [] for s in _SERVICES}
         self._refused: dict[str, grpc.StatusCode] = {}
         self._num_to_reject = dict.fromkeys(_SERVICES, 0)
+        self._throttle_s: dict[str, int] = {}
         self._may_answer = threading.Event()
         self._may_answer.set()
         self.num_calls = 0
@@ -299,6 +301,13 @@ class OtlpReceiver:
         with self._changed:
             self._num_to_reject[signal_name] = count
 
+    def throttle(self, signal_name: str, after_s: int) -> None:
+        """Answer the next call with "too much, come again in ``after_s`` seconds"
+        (gRPC: RetryInfo, HTTP: Retry-After)."""
+        with self._changed:
+            self._throttle_s[signal_name] = after_s
+            self._failures[signal_name].insert(0, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
     def pause(self) -> None:
         """Let calls hang, as a stuck collector does, until :meth:`resume`."""
         self._may_answer.clear()
@@ -343,6 +352,10 @@ class OtlpReceiver:
                 self._headers.append({k.lower(): v for k, v in headers})
             self._changed.notify_all()
         return None
+
+    def _take_throttle(self, signal_name: str) -> int | None:
+        with self._changed:
+            return self._throttle_s.pop(signal_name, None)
 
     def _response(self, signal_name: str) -> Any:
         """The answer to a call that was accepted."""
@@ -393,6 +406,13 @@ def _servicer(receiver: OtlpReceiver, signal_name: str, base: type) -> Any:
                 ((k, str(v)) for k, v in context.invocation_metadata()),
             )
             if code is not None:
+                after_s = receiver._take_throttle(signal_name)
+                if after_s is not None:
+                    info = RetryInfo()
+                    info.retry_delay.seconds = after_s
+                    context.set_trailing_metadata(
+                        (("google.rpc.retryinfo-bin", info.SerializeToString()),)
+                    )
                 context.abort(code, "told to fail")
             return receiver._response(signal_name)
 
@@ -422,7 +442,10 @@ class _HttpHandler(BaseHTTPRequestHandler):
             return self._answer(400, str(error).encode())
         code = self.server.receiver._accept(signal_name, message, self.headers.items())
         if code is not None:
-            return self._answer(_HTTP_STATUS.get(code, 500), b"told to fail")
+            after_s = self.server.receiver._take_throttle(signal_name)
+            return self._answer(
+                _HTTP_STATUS.get(code, 500), b"told to fail", retry_after_s=after_s
+            )
         response = self.server.receiver._response(signal_name)
         return self._answer(200, response.SerializeToString())
 
@@ -439,9 +462,15 @@ class _HttpHandler(BaseHTTPRequestHandler):
         return self._answer(200, json.dumps(answer).encode(), "application/json")
 
     def _answer(
-        self, status: int, body: bytes, kind: str = "application/x-protobuf"
+        self,
+        status: int,
+        body: bytes,
+        kind: str = "application/x-protobuf",
+        retry_after_s: int | None = None,
     ) -> None:
         self.send_response(status)
+        if retry_after_s is not None:
+            self.send_header("Retry-After", str(retry_after_s))
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
+from google.protobuf.empty_pb2 import Empty
 
 from event_consumer import export_queue
 from event_consumer.export_queue import ExportQueue, ExportStats
@@ -77,6 +78,32 @@ def test_what_a_collector_refuses_is_dropped_counted_and_not_tried_again(
     assert span.attributes["gen_ai.request.id"] == "good"
     stats = spans_of(spans_only)
     assert (stats.exported, stats.dropped, stats.retries) == (1, {"rejected": 1}, 0)
+
+
+def test_a_collector_that_is_throttled_says_when_to_come_again(
+    spans_only, receiver, make_request
+):
+    receiver.throttle("traces", after_s=1)
+    before = time.monotonic()
+    spans_only.request_closed(make_request(), [], None)
+    assert spans_only.flush(10)
+    assert 1.0 <= time.monotonic() - before < 5
+    stats = spans_of(spans_only)
+    assert (stats.exported, stats.dropped, stats.retries) == (1, {}, 1)
+
+
+def test_an_exhausted_collector_that_names_no_time_is_not_asked_again(
+    spans_only, receiver, protocol, make_request
+):
+    """So says OTLP of gRPC; HTTP's 429 may always be tried again."""
+    receiver.fail("traces", grpc.StatusCode.RESOURCE_EXHAUSTED)
+    spans_only.request_closed(make_request(), [], None)
+    assert spans_only.flush(10)
+    stats = spans_of(spans_only)
+    if protocol == GRPC:
+        assert (stats.exported, stats.dropped) == (0, {"rejected": 1})
+    else:
+        assert (stats.exported, stats.dropped) == (1, {})
 
 
 def test_a_collector_without_logs_costs_the_logs_alone(
@@ -192,6 +219,34 @@ def test_shutdown_flushes(otlp, receiver, make_request):
         tracer.request_closed(make_request(str(number)), [], None)
     tracer.shutdown(timeout_s=10)
     assert receiver.count("traces") == receiver.count("logs") == 2000
+
+
+def test_an_answer_after_the_end_is_not_counted_twice():
+    class Slow:
+        def __init__(self) -> None:
+            self.called = threading.Event()
+            self.may_answer = threading.Event()
+
+        def send(self, signal, message, timeout_s):
+            self.called.set()
+            self.may_answer.wait(10)
+            return 0
+
+        def close(self):
+            pass
+
+    transport = Slow()
+    queue: ExportQueue[int] = ExportQueue(
+        "traces", transport, lambda items: (Empty(), 3 * len(items)), max_queued=9
+    )
+    queue.submit(1, 3)
+    assert transport.called.wait(5)
+    queue.shutdown(timeout_s=0.05)
+    assert queue.stats().dropped == {"shutdown": 3}
+    transport.may_answer.set()
+    queue._thread.join(5)
+    stats = queue.stats()
+    assert (stats.exported, stats.dropped, stats.queued) == (0, {"shutdown": 3}, 0)
 
 
 def test_what_cannot_be_encoded_costs_its_batch_alone(receiver, caplog):
