@@ -20,13 +20,7 @@ from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from event_consumer.otlp import (
-    ExportError,
-    RejectedError,
-    RetryableError,
-    Signal,
-    Transport,
-)
+from event_consumer.otlp import RetryableError, Signal, Transport
 
 Item = TypeVar("Item")
 
@@ -160,11 +154,13 @@ class ExportQueue(Generic[Item]):
     # On the queue's own thread.
 
     def _run(self) -> None:
-        while batch := self._next_batch():
-            self._export(batch)
+        while not self._abandoned.is_set():
+            if batch := self._next_batch():
+                self._export(batch)
 
     def _next_batch(self) -> list[tuple[Item, int]]:
-        """Wait for a full batch, or for :data:`MAX_DELAY_S`; empty at the end."""
+        """Wait for a full batch, or for :data:`MAX_DELAY_S` after the first item.
+        Empty at the end, or where a full queue has dropped what there was."""
         with self._work:
             self._work.wait_for(lambda: self._items or self._abandoned.is_set())
             self._work.wait_for(self._is_due, MAX_DELAY_S)
@@ -184,8 +180,11 @@ class ExportQueue(Generic[Item]):
         try:
             message, count = self._encode([item for item, _ in batch])
         except Exception as error:
-            # One item that cannot be told must not end the export of all others.
-            logger.exception("A batch of %s cannot be encoded", self._signal)
+            if len(batch) > 1:  # one of them must not cost the others
+                for each in batch:
+                    self._export([each])
+                return
+            logger.exception("One item of our %s cannot be encoded", self._signal)
             self._finish(weight, exported=0, lost={ENCODING: weight}, error=str(error))
             return
         backoff_s = FIRST_BACKOFF_S
@@ -198,7 +197,9 @@ class ExportQueue(Generic[Item]):
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 if not self._rest(pause_s):
                     return  # shutdown() counts what is still queued
-            except ExportError as error:
+            except Exception as error:
+                # Not only RejectedError: whatever a transport raises, the thread
+                # must live to send what comes next.
                 self._note_failure(error)
                 self._finish(weight, 0, {REJECTED: count}, str(error))
                 return
@@ -230,16 +231,16 @@ class ExportQueue(Generic[Item]):
             self._stats.last_error = error or self._stats.last_error
             self._done.notify_all()
 
-    def _note_failure(self, error: ExportError) -> None:
+    def _note_failure(self, error: Exception) -> None:
         """Warn when the collector becomes unreachable or starts to refuse; once."""
         with self._work:
             self._stats.last_error = str(error)
         if self._reachable:
             self._reachable = False
             outcome = (
-                "dropped"
-                if isinstance(error, RejectedError)
-                else "kept and tried again"
+                "kept and tried again"
+                if isinstance(error, RetryableError)
+                else "dropped"
             )
             logger.warning(
                 "The collector does not take our %s (%s); they are %s.",

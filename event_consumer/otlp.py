@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import grpc
 import requests
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import RetryInfo
 from opentelemetry.proto.collector.logs.v1 import logs_service_pb2 as logs_service
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServiceStub
@@ -311,9 +311,13 @@ class HttpTransport:
             raise RetryableError(f"{type(error).__name__}: {error}") from error
         if response.status_code >= 300:
             raise _http_failure(response)
-        return _num_rejected(
-            signal, self._RESPONSES[signal].FromString(response.content)
-        )
+        try:
+            answer = self._RESPONSES[signal].FromString(response.content)
+        except DecodeError:
+            raise RejectedError(
+                f"{response.url} answers, but not as an OTLP collector"
+            ) from None
+        return _num_rejected(signal, answer)
 
     def close(self) -> None:
         for session in self._sessions.values():

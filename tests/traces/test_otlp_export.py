@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
 import pytest
@@ -18,7 +19,6 @@ from event_consumer.otlp import (
     HTTP,
     OtlpSettings,
     OtlpSettingsError,
-    open_transport,
 )
 from event_consumer.otlp_receiver import OtlpReceiver
 from event_consumer.tracing import RequestTracer, TraceSettings
@@ -118,6 +118,68 @@ def test_a_collector_without_logs_costs_the_logs_alone(
     spans, logs = tracer.stats()
     assert (spans.exported, spans.num_dropped) == (2, 0)
     assert (logs.exported, logs.dropped) == (0, {"rejected": 4})
+    tracer.shutdown()
+
+
+def test_a_server_that_is_no_collector_is_said_to_be_none(make_request, caplog):
+    class Page(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", "13")
+            self.end_headers()
+            self.wfile.write(b"<html></html>")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+        port = server.server_address[1]
+        tracer = RequestTracer(
+            OtlpSettings(endpoint=f"http://127.0.0.1:{port}/v1/traces"),
+            TraceSettings(log_records=False),
+        )
+        for number in range(2):  # the thread lives on after the first
+            tracer.request_closed(make_request(str(number)), [], None)
+            assert tracer.flush(5)
+        tracer.shutdown(1)
+        server.shutdown()
+    assert spans_of(tracer).dropped == {"rejected": 2}
+    assert "not as an OTLP collector" in caplog.text
+
+
+@pytest.mark.parametrize("spoken", [GRPC, HTTP])
+def test_the_wrong_protocol_costs_spans_and_nothing_else(
+    receiver, make_request, spoken
+):
+    port = receiver.http_port if spoken == GRPC else receiver.grpc_port
+    tracer = RequestTracer(
+        OtlpSettings(endpoint=f"http://127.0.0.1:{port}", protocol=spoken, timeout_s=1),
+        TraceSettings(log_records=False),
+    )
+    tracer.request_closed(make_request(), [], None)
+    wait_until(lambda: spans_of(tracer).last_error is not None)
+    before = time.monotonic()
+    tracer.shutdown(0.2)
+    assert time.monotonic() - before < 4
+    assert spans_of(tracer).num_dropped == 1
+    assert receiver.count("traces") == 0
+
+
+def test_an_item_larger_than_the_queue_is_dropped_and_the_next_is_sent(
+    otlp, receiver, make_request, make_checkpoint
+):
+    tracer = RequestTracer(otlp, TraceSettings(log_records=False, max_queued=3))
+    request = make_request("large")
+    checkpoints = [make_checkpoint(request, number) for number in range(5)]
+    tracer.request_closed(request, checkpoints, None)
+    assert tracer.flush(5)
+    tracer.request_closed(make_request("small"), [], None)
+    assert tracer.flush(5)
+    (span,) = receiver.spans()
+    assert span.attributes["gen_ai.request.id"] == "small"
+    assert spans_of(tracer).dropped == {"queue_full": 6}
     tracer.shutdown()
 
 
@@ -249,19 +311,15 @@ def test_an_answer_after_the_end_is_not_counted_twice():
     assert (stats.exported, stats.dropped, stats.queued) == (0, {"shutdown": 3}, 0)
 
 
-def test_what_cannot_be_encoded_costs_its_batch_alone(receiver, caplog):
-    transport = open_transport(OtlpSettings(endpoint=receiver.grpc_url))
-
-    def encode(items):
-        raise ValueError("no such thing")
-
-    queue: ExportQueue[int] = ExportQueue("traces", transport, encode, max_queued=9)
-    queue.submit(1, 3)
-    assert queue.flush(5)
-    assert queue.stats().dropped == {"encoding": 3}
-    assert queue.stats().last_error == "no such thing"
-    queue.shutdown(1)
-    transport.close()
+def test_what_cannot_be_encoded_costs_itself_alone(spans_only, receiver, make_request):
+    """The first cannot be told in OTLP: its count does not fit 64 bits."""
+    spans_only.request_closed(make_request("bad", num_prompt_tokens=2**70), [], None)
+    for number in range(5):
+        spans_only.request_closed(make_request(str(number)), [], None)
+    assert spans_only.flush(10)
+    assert len(receiver.spans()) == 5
+    stats = spans_of(spans_only)
+    assert (stats.exported, stats.dropped) == (5, {"encoding": 1})
 
 
 def test_trouble_is_logged_once_and_so_is_its_end(
