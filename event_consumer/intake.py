@@ -55,8 +55,15 @@ class Taken(NamedTuple):
 class Intake:
     """All endpoints of one consumer."""
 
-    def __init__(self, *, counter: EventCounter | None = None) -> None:
-        self.ledger = Ledger()
+    def __init__(
+        self, *, counter: EventCounter | None = None, tells: bool = True
+    ) -> None:
+        """
+        Args:
+            counter: counts the events.
+            tells: whether anybody is to be told of requests that ended.
+        """
+        self.ledger = Ledger(tells=tells)
         self._counter = counter
         self.states: dict[str, StreamState] = {}
         self.streams: dict[str, StreamRecord] = {}
@@ -143,12 +150,10 @@ class Intake:
         Args:
             now_ns: the consumer's wall clock.
         """
-        engines, requests, checkpoints = self.ledger.take_changes()
+        changed = self.ledger.take_changes()
         gaps, self._gaps = self._gaps, {}
         changes = ChangeSet.of(
-            engines=engines,
-            requests=requests,
-            checkpoints=checkpoints,
+            **changed._asdict(),
             streams=self._streams_with_news(now_ns),
             gaps=gaps.values(),
         )

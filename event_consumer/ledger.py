@@ -72,6 +72,15 @@ class ClosedRequest(NamedTuple):
     source: CheckpointRecord | None
 
 
+class Changes(NamedTuple):
+    """Records that changed; of ``hits`` nothing did but the number of hits."""
+
+    engines: list[EngineRecord]
+    requests: list[RequestRecord]
+    checkpoints: list[CheckpointRecord]
+    hits: list[CheckpointRecord]
+
+
 class _Life(msgspec.Struct, gc=False):
     """A request that is not closed yet."""
 
@@ -104,13 +113,17 @@ class _Epoch(msgspec.Struct):
 class Ledger:
     """Keeps what is going on in every engine, and what has changed since asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells: bool = True) -> None:
+        """``tells``: whether :meth:`take_closed` and :meth:`take_evicted` are asked
+        (they cost copies)."""
+        self._tells = tells
         self._epochs: dict[str, _Epoch] = {}
         self._current: dict[str, str] = {}  # endpoint -> engine id
         # Changed since the last take, by the identity of the record.
         self._engines: dict[int, EngineRecord] = {}
         self._requests: dict[int, RequestRecord] = {}
         self._checkpoints: dict[int, CheckpointRecord] = {}
+        self._hits: dict[int, CheckpointRecord] = {}
         self._closed: list[ClosedRequest] = []
         self._evictions: list[CheckpointRecord] = []
         self._handlers: dict[type, Callable[[_Epoch, Any], None]] = {
@@ -217,19 +230,17 @@ class Ledger:
 
     # -- out -----------------------------------------------------------------
 
-    def take_changes(
-        self,
-    ) -> tuple[
-        Iterable[EngineRecord], Iterable[RequestRecord], Iterable[CheckpointRecord]
-    ]:
+    def take_changes(self) -> Changes:
         """The records that changed since the last call. Copy them before the next
         event: they are the ledger's own."""
-        changes = (
-            self._engines.values(),
-            self._requests.values(),
-            self._checkpoints.values(),
+        changes = Changes(
+            list(self._engines.values()),
+            list(self._requests.values()),
+            list(self._checkpoints.values()),
+            [hit for key, hit in self._hits.items() if key not in self._checkpoints],
         )
-        self._engines, self._requests, self._checkpoints = {}, {}, {}
+        self._engines, self._requests = {}, {}
+        self._checkpoints, self._hits = {}, {}
         return changes
 
     def take_closed(self) -> list[ClosedRequest]:
@@ -246,7 +257,8 @@ class Ledger:
     @property
     def num_changes(self) -> int:
         """Records that wait for :meth:`take_changes`."""
-        return len(self._engines) + len(self._requests) + len(self._checkpoints)
+        num_records = len(self._engines) + len(self._requests)
+        return num_records + len(self._checkpoints) + len(self._hits)
 
     def num_open_requests(self) -> int:
         """Requests now under way, over all engines that run."""
@@ -446,8 +458,7 @@ class Ledger:
         if live is not None:
             checkpoint = live.checkpoint
             checkpoint.num_hits += 1
-            checkpoint.last_event_ns = event.time_unix_ns
-            self._checkpoints[id(checkpoint)] = checkpoint
+            self._hits[id(checkpoint)] = checkpoint
         return live
 
     def _request_finished(self, epoch: _Epoch, event: RequestFinished) -> None:
@@ -479,6 +490,8 @@ class Ledger:
             self._close(life)
 
     def _close(self, life: _Life) -> None:
+        if not self._tells:
+            return
         self._closed.append(
             ClosedRequest(
                 copy(life.request),
@@ -489,31 +502,54 @@ class Ledger:
 
     # -- checkpoint events ---------------------------------------------------
 
-    def _checkpoint(self, epoch: _Epoch, event: CheckpointEvent) -> CheckpointRecord:
-        """The record of the event's checkpoint, begun where it is not known."""
-        live = epoch.live.get(event.checkpoint_id)
-        life: _Life | None = None
-        if live is None or event.request_id in epoch.lives:
-            life = self._life(epoch, event, first=False)
-        if live is not None:
-            checkpoint = live.checkpoint
-        else:
-            checkpoint = self._begin_checkpoint(epoch, event)
-            life = life or epoch.lingering.get(event.request_id)
-            if life is not None:
-                life.checkpoints.append(checkpoint)
-                life.num_pending += 1
-            epoch.live[event.checkpoint_id] = _Live(
-                checkpoint, life.request.conversation_id if life else event.session_id
-            )
-        checkpoint.last_event_ns = event.time_unix_ns
-        self._checkpoints[id(checkpoint)] = checkpoint
-        return checkpoint
-
-    def _begin_checkpoint(
+    def _checkpoint(
         self, epoch: _Epoch, event: CheckpointEvent
+    ) -> tuple[CheckpointRecord, _Life | None]:
+        """The record of the event's checkpoint, begun where it is not known, and the
+        life it belongs to, unless that is over."""
+        now_ns = event.time_unix_ns
+        life = epoch.lives.get(event.request_id)
+        live = epoch.live.get(event.checkpoint_id)
+        if live is None:
+            return self._begin_life_of(epoch, event)
+        if life is not None:
+            request = life.request
+            request.last_event_ns = now_ns
+            self._requests[id(request)] = request
+        else:
+            life = epoch.lingering.get(event.request_id)
+        checkpoint = live.checkpoint
+        checkpoint.last_event_ns = now_ns
+        self._checkpoints[id(checkpoint)] = checkpoint
+        return checkpoint, life
+
+    def _begin_life_of(
+        self, epoch: _Epoch, event: CheckpointEvent
+    ) -> tuple[CheckpointRecord, _Life | None]:
+        """Begin a checkpoint, and its request where that is not known either."""
+        life = self._life(epoch, event, first=False)
+        if life is None:
+            life = epoch.lingering.get(event.request_id)
+        checkpoint = self._new_checkpoint(epoch, event, life)
+        if life is not None:
+            life.checkpoints.append(checkpoint)
+            life.num_pending += 1
+        epoch.live[event.checkpoint_id] = _Live(
+            checkpoint, life.request.conversation_id if life else event.session_id
+        )
+        self._checkpoints[id(checkpoint)] = checkpoint
+        return checkpoint, life
+
+    def _new_checkpoint(
+        self, epoch: _Epoch, event: CheckpointEvent, life: _Life | None
     ) -> CheckpointRecord:
         engine_id = epoch.engine.engine_id
+        if life is not None:
+            trace_id = life.request.trace_id
+        else:
+            trace_id = trace_ids.trace_id(
+                engine_id, event.request_id, event.traceparent
+            )
         return CheckpointRecord(
             engine_id=engine_id,
             checkpoint_id=event.checkpoint_id,
@@ -521,37 +557,34 @@ class Ledger:
             external_request_id=event.external_request_id,
             boundary=event.boundary,
             boundary_kind=event.boundary_kind,
-            trace_id=trace_ids.trace_id(engine_id, event.request_id, event.traceparent),
+            trace_id=trace_id,
             span_id=trace_ids.checkpoint_span_id(engine_id, event.checkpoint_id),
+            last_event_ns=event.time_unix_ns,
         )
 
-    def _settle(self, epoch: _Epoch, request_id: str) -> None:
-        """One more checkpoint of the request is published or discarded."""
-        life = epoch.lives.get(request_id)
-        if life is not None:
-            life.num_pending -= 1
+    def _settle(self, epoch: _Epoch, life: _Life | None) -> None:
+        """One more checkpoint of ``life`` is published or discarded."""
+        if life is None:
             return
-        life = epoch.lingering.get(request_id)
-        if life is not None:
-            life.num_pending -= 1
-            if life.num_pending <= 0:
-                del epoch.lingering[request_id]
-                self._close(life)
+        life.num_pending -= 1
+        if life.num_pending <= 0 and life.request.status == FINISHED:
+            del epoch.lingering[life.request.request_id]
+            self._close(life)
 
     def _pinned(self, epoch: _Epoch, event: CheckpointPinned) -> None:
-        checkpoint = self._checkpoint(epoch, event)
+        checkpoint, _ = self._checkpoint(epoch, event)
         checkpoint.pinned_ns = event.time_unix_ns
         checkpoint.num_blocks = event.num_blocks
 
     def _promoted(self, epoch: _Epoch, event: CheckpointPromoted) -> None:
-        checkpoint = self._checkpoint(epoch, event)
+        checkpoint, _ = self._checkpoint(epoch, event)
         checkpoint.stage = PROMOTED
         checkpoint.promoted_ns = event.time_unix_ns
         checkpoint.supersedes_checkpoint_id = event.supersedes_checkpoint_id
         checkpoint.supersedes_boundary = event.supersedes_boundary
 
     def _published(self, epoch: _Epoch, event: CheckpointPublished) -> None:
-        checkpoint = self._checkpoint(epoch, event)
+        checkpoint, life = self._checkpoint(epoch, event)
         if checkpoint.stage == PUBLISHED:
             return
         checkpoint.stage = PUBLISHED
@@ -561,26 +594,31 @@ class Ledger:
             checkpoint.block_hash = (
                 block_hash.hex() if isinstance(block_hash, bytes) else str(block_hash)
             )
-        self._settle(epoch, event.request_id)
+        self._settle(epoch, life)
 
     def _discarded(self, epoch: _Epoch, event: CheckpointDiscarded) -> None:
-        checkpoint = self._checkpoint(epoch, event)
+        checkpoint, life = self._checkpoint(epoch, event)
         checkpoint.stage = DISCARDED
         checkpoint.discarded_ns = event.time_unix_ns
         checkpoint.discard_reason = event.reason
         del epoch.live[event.checkpoint_id]
-        self._settle(epoch, event.request_id)
+        self._settle(epoch, life)
 
     def _evicted(self, epoch: _Epoch, event: CheckpointEvicted) -> None:
         live = epoch.live.pop(event.checkpoint_id, None)
-        checkpoint = live.checkpoint if live else self._begin_checkpoint(epoch, event)
+        if live is not None:
+            checkpoint = live.checkpoint
+        else:
+            life = epoch.lives.get(event.request_id)
+            checkpoint = self._new_checkpoint(epoch, event, life)
         checkpoint.stage = EVICTED
         checkpoint.evicted_ns = event.time_unix_ns
         checkpoint.eviction_reason = event.reason
         checkpoint.num_hits = max(checkpoint.num_hits, event.num_hits)
         checkpoint.last_event_ns = event.time_unix_ns
         self._checkpoints[id(checkpoint)] = checkpoint
-        self._evictions.append(copy(checkpoint))
+        if self._tells:
+            self._evictions.append(copy(checkpoint))
 
 
 def _order_of_pins(checkpoint: CheckpointRecord) -> int:

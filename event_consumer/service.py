@@ -62,7 +62,7 @@ class Service:
             config: the file to watch, where there is one.
         """
         self.settings = settings
-        self.intake = Intake(counter=counter)
+        self.intake = Intake(counter=counter, tells=bool(sinks))
         self.store_error: str | None = None
         """Why the last commit failed; None when it did not."""
         self._store = store

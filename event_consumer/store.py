@@ -18,6 +18,7 @@ from sqlalchemy import (
     Engine,
     Table,
     and_,
+    bindparam,
     create_engine,
     delete,
     event,
@@ -72,6 +73,9 @@ class ChangeSet(NamedTuple):
     checkpoints: list[tuple[Any, ...]]
     streams: list[tuple[Any, ...]]
     gaps: list[tuple[Any, ...]]
+    hits: list[tuple[Any, ...]]
+    """``(num_hits, engine_id, checkpoint_id)`` of checkpoints that changed in nothing
+    else: an update of one column touches no index, and hits are many."""
 
     @classmethod
     def of(
@@ -82,14 +86,17 @@ class ChangeSet(NamedTuple):
         checkpoints: Iterable[CheckpointRecord] = (),
         streams: Iterable[StreamRecord] = (),
         gaps: Iterable[GapRecord] = (),
+        hits: Iterable[CheckpointRecord] = (),
     ) -> ChangeSet:
         """Copy the records as they are now."""
         as_row = msgspec.structs.astuple
         return cls(
-            *(
-                [as_row(record) for record in records]
-                for records in (engines, requests, checkpoints, streams, gaps)
-            )
+            [as_row(record) for record in engines],
+            [as_row(record) for record in requests],
+            [as_row(record) for record in checkpoints],
+            [as_row(record) for record in streams],
+            [as_row(record) for record in gaps],
+            [(hit.num_hits, hit.engine_id, hit.checkpoint_id) for hit in hits],
         )
 
     @property
@@ -145,6 +152,21 @@ def _upsert_sql(table: Table, engine: Engine) -> str:
     return str(compiled)
 
 
+def _hits_sql(engine: Engine) -> str:
+    table = tables.checkpoints
+    statement = (
+        update(table)
+        .values(num_hits=bindparam("hits"))
+        .where(
+            table.c.engine_id == bindparam("engine"),
+            table.c.checkpoint_id == bindparam("checkpoint"),
+        )
+    )
+    compiled = statement.compile(dialect=engine.dialect)
+    assert compiled.positiontup == ["hits", "engine", "checkpoint"]
+    return str(compiled)
+
+
 class Store:
     """An open store. One thread at a time may write."""
 
@@ -176,7 +198,8 @@ class Store:
             self.close()
             raise
         if not read_only:
-            self._upserts = [_upsert_sql(table, self.engine) for table in _RECORDS]
+            upserts = [_upsert_sql(table, self.engine) for table in _RECORDS]
+            self._statements = [*upserts, _hits_sql(self.engine)]
 
     def _create_engine(self) -> Engine:
         try:
@@ -287,7 +310,7 @@ class Store:
             StoreError: nothing was written; the same changes may be tried again.
         """
         with self._sentences("write to"), self.engine.begin() as connection:
-            for sql, rows in zip(self._upserts, changes, strict=True):
+            for sql, rows in zip(self._statements, changes, strict=True):
                 if rows:
                     connection.exec_driver_sql(sql, rows)
 
@@ -421,6 +444,8 @@ def _configure_sqlite(connection: Any, _record: object) -> None:
     # A power cut may take the last commits, and their positions with them: the
     # publisher replays them. A crash of the process takes nothing.
     connection.execute("PRAGMA synchronous=NORMAL")
+    # Pages; a page that is written again and again is moved to the file less often.
+    connection.execute("PRAGMA wal_autocheckpoint=4000")
 
 
 def _parse_url(url: str) -> URL:

@@ -8,6 +8,7 @@ an earlier request needs no memory of that request.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
 
@@ -18,10 +19,16 @@ _TRACEPARENT: Final = re.compile(
 """W3C Trace Context, section 3.2: version, trace id, parent id, flags."""
 
 
-def _hex_digest(num_bytes: int, kind: bytes, *names: str) -> str:
-    digest = blake2b("\0".join(names).encode(), digest_size=num_bytes, person=kind)
-    # All zeros is W3C's "invalid"; one digest in 2**64 is worth one more bit.
-    return digest.hexdigest() if any(digest.digest()) else f"{1:0{2 * num_bytes}x}"
+@lru_cache(maxsize=1024)
+def _of_engine(num_bytes: int, kind: bytes, engine_id: str) -> blake2b:
+    """The digest of ``engine_id``, to be copied and continued."""
+    return blake2b(f"{engine_id}\0".encode(), digest_size=num_bytes, person=kind)
+
+
+def _hex_digest(num_bytes: int, kind: bytes, engine_id: str, name: str) -> str:
+    digest = _of_engine(num_bytes, kind, engine_id).copy()
+    digest.update(name.encode())
+    return digest.hexdigest()
 
 
 def parse_traceparent(traceparent: str | None) -> tuple[str, str] | None:

@@ -57,7 +57,8 @@ class Told:
         return dropped
 
     def collect(self) -> None:
-        engines, requests, checkpoints = self.ledger.take_changes()
+        engines, requests, checkpoints, hits = self.ledger.take_changes()
+        checkpoints += hits
         self.engines |= {engine.engine_id: engine for engine in engines}
         self.requests |= {request.request_id: request for request in requests}
         self.checkpoints |= {each.checkpoint_id: each for each in checkpoints}
@@ -428,12 +429,10 @@ def test_a_ledger_goes_on_from_the_store(seed, cuts, tmp_path_factory):
         for store, ledger in zip(stores, ledgers, strict=True):
             sent = EventBatch(0.0, batch, 0, engine_id="e")
             ledger.apply("here", number, sent, batch)
-            engines, requests, checkpoints = ledger.take_changes()
+            changed = ledger.take_changes()
             store.commit(
                 ChangeSet.of(
-                    engines=engines,
-                    requests=requests,
-                    checkpoints=checkpoints,
+                    **changed._asdict(),
                     streams=[stream],
                 )
             )
