@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,10 @@ from event_consumer.records import (
     RequestRecord,
 )
 from event_consumer.store import ChangeSet
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import postgres_server
 
 ENGINE = "11111111-2222-3333-4444-555555555555"
 SECOND = 1_000_000_000
@@ -368,3 +374,13 @@ class Story:
 @pytest.fixture(scope="session")
 def story() -> Story:
     return Story()
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """URL of a database in a server of our own."""
+    try:
+        with postgres_server.running() as url:
+            yield url.format(database="postgres")
+    except postgres_server.NoPostgres as error:
+        pytest.skip(f"NOT TESTED on PostgreSQL: {error}")

@@ -105,9 +105,12 @@ def commands() -> list[str]:
     return [line.removeprefix(prefix) for line in lines]
 
 
-@pytest.fixture(scope="module")
-def store_url(story: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    url = f"sqlite:///{tmp_path_factory.mktemp('store')}/story.db"
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def store_url(request, story: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    if request.param == "postgresql":
+        url = request.getfixturevalue("postgres_url")
+    else:
+        url = f"sqlite:///{tmp_path_factory.mktemp('store')}/story.db"
     with Store(url) as store:
         store.commit(story.changes)
     return url

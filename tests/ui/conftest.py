@@ -12,7 +12,11 @@ from streamlit.testing.v1 import AppTest
 
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "ui" / "app.py"
-sys.path[:0] = [str(ROOT / "benchmarks"), str(Path(__file__).parent)]
+sys.path[:0] = [
+    str(ROOT / "benchmarks"),
+    str(ROOT / "tests"),
+    str(Path(__file__).parent),
+]
 
 import postgres_server  # noqa: E402
 import seeded_store  # noqa: E402
