@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup system-packages demo test test-nightly lint clean
+.PHONY: help setup system-packages demo test test-nightly test-compose lint clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -30,6 +30,9 @@ test: lint system-packages ## Check and test everything but the nightly suites
 
 test-nightly: setup system-packages ## The long suites
 	$(VENV)/python -m pytest -m nightly --timeout 3600 $(PYTEST)
+
+test-compose: setup system-packages ## docker compose, on a Docker engine where one can be had
+	$(VENV)/python -m pytest -m nightly --timeout 3600 -s tests/compose $(PYTEST)
 
 lint: setup ## ruff and mypy
 	$(VENV)/ruff check .
