@@ -1,4 +1,4 @@
-"""The wire schema of the checkpoint stream: what a publisher sends and a consumer reads.
+"""The wire schema of the checkpoint stream: what is published, and what is read.
 
 This module imports msgspec alone, so that a consumer never needs vLLM or torch.
 
