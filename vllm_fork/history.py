@@ -14,7 +14,7 @@ import zmq
 from vllm_fork.events import END_OF_REPLAY, SEQ_BYTES, seq_to_bytes
 
 MAX_READERS = 1_024
-"""Unfinished replays that are kept; past it the least recently served one goes."""
+"""Unfinished replays that are kept; past it the one that was asked for first goes."""
 REQUESTS_PER_ROUND = 64
 
 

@@ -216,7 +216,7 @@ class CheckpointPublisher:
         if self._errors and time.monotonic() >= self._next_bind:
             self._open()
         self._replay_progress = self._serve_replays()
-        while self._send_batch():
+        while self._deadline is None and self._send_batch():
             self._replay_progress |= self._serve_replays()
         if time.monotonic() - self._last_send >= self._settings.heartbeat_s:
             self._send_heartbeat()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -167,9 +168,13 @@ def test_publish_never_raises(make_publisher, context, wire, nonsense):
 
 @pytest.mark.usefixtures("quick_rebind")
 def test_taken_port_is_told_and_tried_again(
-    make_publisher, context, wire, taken_port, log
+    make_publisher, context, wire, taken_port, log, monkeypatch
 ):
+    """The log says so once, not each time."""
+    bind = Mock(wraps=endpoints.bind)
+    monkeypatch.setattr(endpoints, "bind", bind)
     publisher = make_publisher(endpoint=endpoint_of(taken_port))
+    wire.wait_for(lambda: bind.call_count > 4, "it is tried again")
     assert publisher.endpoint is None
     assert publisher.stats().error == (
         f"{endpoint_of(taken_port)} is in use by another process."
@@ -278,6 +283,15 @@ def test_no_heartbeat_before_batch_0(make_publisher, context, wire):
     subscriber = wire.Subscriber(context, publisher.endpoint)
     with pytest.raises(TimeoutError):
         subscriber.frames(timeout_s=0.2)
+
+
+def test_a_sleeping_thread_is_woken(make_publisher, wire):
+    """With a heartbeat a minute away, nothing else would."""
+    publisher = make_publisher(heartbeat_s=60)
+    for number in range(1, 4):
+        publisher.publish([wire.numbered(number)])
+        wire.wait_for(lambda n=number: publisher.stats().num_sent == n, "it is sent")
+        wire.wait_for(lambda: publisher._asleep, "the thread sleeps")
 
 
 def test_shutdown_sends_what_is_queued(make_publisher, context, wire):

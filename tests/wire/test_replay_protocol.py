@@ -8,6 +8,7 @@ import sys
 import pytest
 import zmq
 
+from vllm_fork import history
 from vllm_fork.events import END_OF_REPLAY, seq_to_bytes
 
 pytestmark = [
@@ -197,6 +198,29 @@ def test_killed_reader_is_forgotten(make_publisher, wire, publish):
     wire.wait_for(
         lambda: publisher.stats().num_replay_readers == 0, "the reader is forgotten"
     )
+
+
+def test_unfinished_replays_are_bounded(
+    make_publisher, context, wire, publish, monkeypatch
+):
+    """The one that was asked for first goes; it asks again when nothing comes."""
+    monkeypatch.setattr(history, "MAX_READERS", 2)
+    publisher = make_publisher()
+    publish(publisher, 0, 300, padding=100_000)
+    readers = []
+    for number in range(1, 4):
+        reader = wire.ReplayReader(context, publisher.replay_endpoint, rcvhwm=1)
+        reader.ask(0)
+        readers.append(reader)
+        wire.wait_for(
+            lambda n=number: publisher.stats().num_replay_requests == n, "it asked"
+        )
+    assert publisher.stats().num_replay_readers == 2
+    for reader in readers[1:]:
+        assert sequence(reader.read()[0]) == list(range(300))
+    readers[0].ask(299)
+    got = sequence(readers[0].read()[0])
+    assert got == [*range(len(got) - 1), 299]
 
 
 @pytest.mark.parametrize(
