@@ -58,7 +58,7 @@ def warm_up_for(engine: Any, column: str) -> None:
     empty_cache(engine)
 
 
-def run(engine: Any, arm: str, column: str, repeats: int = 11) -> dict[str, Any]:
+def run(engine: Any, arm: str, column: str, repeats: int = 25) -> dict[str, Any]:
     """One arm over one column of lengths."""
     switch(engine, arm)
     turns = play(engine, LENGTHS[column], "dialog")
@@ -124,6 +124,7 @@ def _follow_up(
         "new_alone_s": round(median(limit), 4),
         "new_alone_range_s": [round(min(limit), 4), round(max(limit), 4)],
         "ratio": round(median(ttft) / median(limit), 3),
+        "samples_s": [[round(t, 4) for t in ttft], [round(t, 4) for t in limit]],
     }
 
 

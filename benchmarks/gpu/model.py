@@ -22,6 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BLOCK_SIZE = 1056
 """Tokens of a block of the 35B-A3B shape with a float32 recurrent state."""
 
+ADDS_TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "w2_weight")
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]
 
 
@@ -89,6 +90,7 @@ def _start(settings: dict[str, Any], **arguments: Any) -> Any:
             mamba_cache_mode="align",
             prefix_match_unit=16,
             disable_log_stats=True,
+            max_logprobs=128,
             seed=0,
             **arguments,
         ),
@@ -110,8 +112,21 @@ def model_of(engine: Any) -> Any:
     return runner_of(engine).get_model()
 
 
-def draw_weights(model: Any, seed: int) -> None:
-    """Overwrite every parameter, in place: CUDA graphs keep their addresses."""
+def redraw(engine: Any, branch: float, router: float, seed: int = 1) -> dict[str, Any]:
+    """Draw the weights again, with other gains; an experiment of its own."""
+    draw_weights(model_of(engine), seed, branch, router)
+    return {"branch": branch, "router": router}
+
+
+def draw_weights(
+    model: Any, seed: int, branch: float = 0.25, router: float = 4.0
+) -> None:
+    """Overwrite every parameter, in place: CUDA graphs keep their addresses.
+
+    ``branch`` scales what a layer adds to the residual stream, ``router`` the logits
+    of the experts. With 1 and 1 forty layers are chaotic: the rounding of a decode
+    step against a prefill changes the output as much as another token would.
+    """
     import torch
 
     generators: dict[torch.device, torch.Generator] = {}
@@ -140,6 +155,10 @@ def draw_weights(model: Any, seed: int) -> None:
                 parameter.normal_(0.0, 1.0, generator=random)
             elif parameter.dim() >= 2:
                 gain = 3.0 if "lm_head" in name else 1.0
+                if any(part in name for part in ADDS_TO_RESIDUAL):
+                    gain = branch
+                elif name.endswith("mlp.gate.weight"):
+                    gain = router
                 fan_in = parameter.shape[-1]
                 parameter.normal_(0.0, gain / fan_in**0.5, generator=random)
             else:

@@ -28,9 +28,11 @@ import model
 import tables
 
 EXPERIMENTS = {
+    "weights": ("model", "redraw"),
     "warm_up": ("dialog", "warm_up_for"),
     "dialog": ("dialog", "run"),
     "throughput": ("throughput", "run"),
+    "calibrate": ("truth", "calibrate"),
     "uninterrupted": ("truth", "against_uninterrupted"),
     "concurrent": ("truth", "concurrent"),
     "storm": ("truth", "storm"),

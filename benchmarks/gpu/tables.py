@@ -11,6 +11,8 @@ def describe(results: Iterable[dict[str, Any]]) -> str:
     parts = []
     by_experiment: dict[str, list[dict[str, Any]]] = {}
     for result in results:
+        if "experiment" not in result:  # engine.json
+            continue
         by_experiment.setdefault(result["experiment"], []).append(result)
     for experiment, found in by_experiment.items():
         failed = [r for r in found if "error" in r]
@@ -101,19 +103,20 @@ def _uninterrupted(results: list[dict[str, Any]]) -> list[str]:
 
 
 def _checked(results: list[dict[str, Any]]) -> list[str]:
+    sides = ("hit", "missed", "other state", "older state", "one other token")
+
     def spread(result: dict[str, Any], side: str) -> str:
-        found = result["dlogprob"].get(side)
-        return "-" if found is None else "{min} {median} {max}".format(**found)
+        found = result["correlation"].get(side)
+        return "" if found is None else "{min} {median} {max}".format(**found)
 
     return [
         _table(
-            ["arm", "blocks", "preemptions", "hits (inside a unit)", "cached",
-             "difference, hit: least median most", "missed", "wrong state"],
+            ["arm", "blocks", "preemptions", "hits (inside a unit)", *sides],
             [
                 [
                     r["arm"], r["available_blocks"], r["preemptions"],
-                    f"{r['hits']} ({r['hits_inside_a_unit']})", r.get("cached", ""),
-                    spread(r, "hit"), spread(r, "missed"), spread(r, "wrong_state"),
+                    f"{r['hits']} ({r['hits_inside_a_unit']})",
+                    *(spread(r, side) for side in sides),
                 ]
                 for r in results
             ],
@@ -121,7 +124,15 @@ def _checked(results: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
 
 
+def _calibrate(results: list[dict[str, Any]]) -> list[str]:
+    return [
+        _table(list(rows[0]), [list(row.values()) for row in rows])
+        for rows in (result["rows"] for result in results)
+    ]
+
+
 TABLES = {
+    "calibrate": _calibrate,
     "dialog": _dialog,
     "throughput": _throughput,
     "uninterrupted": _uninterrupted,

@@ -6,22 +6,27 @@ log-probabilities are compared position by position.
 
 ``concurrent``: conversations of several turns at once in a pool that is almost too
 small. Numbers differ between batch sizes already, so every answer's first and last
-but one position are checked against the same prompt alone and uncached, beside the
-noise of stock vLLM; ``wrong_state`` says what a state that is off by a few tokens
-would give, so that the comparison is seen able to fail.
+but one token are compared with the same prompt uncached by how their distributions
+correlate, beside what stock vLLM gives without a hit. What wrong states would give
+is computed too, so that the comparison is seen able to fail.
 """
 
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from statistics import median
 from typing import Any
 
 from arms import ballast, counted_preemptions, empty_cache, switch
 from generate import Answer, Session, ask, params, random_tokens, stopping_at
+from model import redraw
 
 TOP = 20
+PROBES = range(5, 505, 5)
+"""Tokens whose log-probabilities stand for a distribution."""
+PROBED = {"logprobs": len(PROBES), "logprob_token_ids": list(PROBES)}
 
 
 def against_uninterrupted(
@@ -138,7 +143,7 @@ def concurrent(
                     new, ("concurrent", conversation, turn)
                 )
                 length = source.randrange(30, 250)
-                sampling = stopping_at(length, logprobs=TOP)
+                sampling = stopping_at(length, **PROBED)
                 batch.append(session.add(said[conversation], sampling))
             session.run()
             for conversation, answer in enumerate(batch):
@@ -188,9 +193,9 @@ def storm(
                 histories[i] += random_tokens(new, (i, len(histories[i])))
                 length = source.randrange(2, 300)
                 sampling = (
-                    params(max_tokens=length, logprobs=TOP)
+                    params(max_tokens=length, **PROBED)
                     if source.random() < 0.15
-                    else stopping_at(length, logprobs=TOP)
+                    else stopping_at(length, **PROBED)
                 )
                 open_by[i] = session.add(histories[i], sampling)
             done = session.step()
@@ -220,46 +225,104 @@ def storm(
 
 
 def check(engine: Any, answers: list[Answer]) -> dict[str, Any]:
-    """Compare answers with the same prompts alone and uncached.
+    """Compare answers with the same prompts uncached: one row a kind of answer.
 
-    ``dlogprob``: the largest difference among the likeliest tokens of a position;
-    ``hit``/``missed``: of answers that reused something, and of those that did not;
-    ``wrong_state``: the same for a context with one early token changed.
+    A position's distribution is its log-probabilities of ``PROBES``; two of them are
+    compared by correlation. ``hit`` and ``missed``: answers that reused something and
+    those that did not, at their first and last but one token. The others are what
+    wrong states would give: see :func:`_wrong_contexts`.
     """
-    alone = params(max_tokens=1, logprobs=TOP, skip_reading_prefix_cache=True)
-    distances: dict[str, list[float]] = {"hit": [], "missed": [], "wrong_state": []}
+    places = [
+        ("hit" if answer.cached else "missed", answer, position)
+        for answer in answers
+        for position in (0, len(answer.tokens) - 2)
+    ]
+    contexts = [answer.prompt + answer.tokens[:at] for _, answer, at in places]
+    live = [answer.logprobs[at] for _, answer, at in places]
+    for answer in [a for a in answers if a.cached and len(a.tokens) > 2][::3]:
+        for name, context in _wrong_contexts(answer).items():
+            places.append((name, answer, 0))
+            contexts.append(context)
+            live.append(answer.logprobs[0])
+    references = _uncached(engine, contexts)
+    found: dict[str, list[float]] = {}
     worst: dict[str, Any] = {}
-    for number, answer in enumerate(answers):
-        side = "hit" if answer.cached else "missed"
-        for position in (0, len(answer.tokens) - 2):
-            context = answer.prompt + answer.tokens[:position]
-            reference = ask(engine, context, alone).logprobs[0]
-            distance = _distance(answer.logprobs[position], reference)
-            distances[side].append(distance)
-            if distance >= max(distances[side]):
-                worst[side] = {
-                    "cached": answer.cached,
-                    "prompt": len(answer.prompt),
-                    "position": position,
-                    "dlogprob": round(distance, 4),
-                }
-        if number % 8 == 0 and len(answer.prompt) > 30:
-            other = list(answer.prompt)
-            other[-20] = (other[-20] + 1) % 500 + 5
-            distances["wrong_state"].append(
-                _distance(ask(engine, other, alone).logprobs[0], answer.logprobs[0])
-            )
-    summary = {
-        side: {
-            "positions": len(values),
-            "median": round(median(values), 4),
-            "max": round(max(values), 4),
-            "min": round(min(values), 4),
-        }
-        for side, values in distances.items()
-        if values
+    for (side, answer, at), one, other in zip(places, live, references, strict=True):
+        value = correlation(one, other)
+        found.setdefault(side, []).append(value)
+        if value <= min(found[side]):
+            worst[side] = {
+                "cached": answer.cached,
+                "prompt": len(answer.prompt),
+                "position": at,
+                "correlation": round(value, 4),
+            }
+    return {"correlation": _spread(found), "worst": worst}
+
+
+def _wrong_contexts(answer: Answer) -> dict[str, list[int]]:
+    """What an answer that hit would continue if its state were not its own: the
+    state of another conversation, of 16 tokens earlier, of one other token."""
+    prompt, cached = answer.prompt, answer.cached
+    one = list(prompt)
+    one[cached - 1] = (one[cached - 1] + 1) % 500 + 5
+    return {
+        "other state": random_tokens(cached, ("other", cached)) + prompt[cached:],
+        "older state": prompt[: max(cached - 16, 1)] + prompt[cached:],
+        "one other token": one,
     }
-    return {"dlogprob": summary, "worst": worst}
+
+
+def calibrate(engine: Any, branches: str = "1 0.25 0.1") -> dict[str, Any]:
+    """Draw weights under which a wrong state shows best against the noise of a
+    decode step against a prefill, and keep them."""
+    switch(engine, "stock")
+    rows = []
+    for branch in map(float, branches.split()):
+        redraw(engine, branch, 1.0 if branch == 1 else 4.0)
+        answers = []
+        for number in range(6):
+            prompt = random_tokens(200 + 250 * number, ("calibrate", number))
+            answer = ask(engine, prompt, stopping_at(24, **PROBED))
+            answers.append(answer)
+        for answer in answers:  # as if half the prompt had been reused
+            answer.cached = len(answer.prompt) - 40
+        found = check(engine, answers)["correlation"]
+        right = found["hit"]["min"]
+        wrong = max(v["max"] for k, v in found.items() if k != "hit")
+        rows.append({"branch": branch, "margin": right - wrong, **found})
+    best = max(rows, key=lambda row: row["margin"])
+    redraw(engine, best["branch"], 1.0 if best["branch"] == 1 else 4.0)
+    empty_cache(engine)
+    return {"kept": best["branch"], "rows": rows}
+
+
+def _uncached(engine: Any, contexts: list[list[int]]) -> list[dict[int, float]]:
+    sampling = params(max_tokens=1, skip_reading_prefix_cache=True, **PROBED)
+    answers = []
+    for start in range(0, len(contexts), 8):
+        session = Session(engine)
+        batch = contexts[start : start + 8]
+        answers += [session.add(context, sampling) for context in batch]
+        session.run()
+    return [answer.logprobs[0] for answer in answers]
+
+
+def correlation(one: dict[int, float], other: dict[int, float]) -> float:
+    """Of the log-probabilities of ``PROBES``; 1 is the same distribution."""
+    return statistics.correlation([one[t] for t in PROBES], [other[t] for t in PROBES])
+
+
+def _spread(values: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    return {
+        side: {
+            "positions": len(found),
+            "min": round(min(found), 4),
+            "median": round(median(found), 4),
+            "max": round(max(found), 4),
+        }
+        for side, found in values.items()
+    }
 
 
 def _first_unseen(tokens: list[int], start: int) -> int | None:
