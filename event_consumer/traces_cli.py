@@ -19,7 +19,7 @@ from event_consumer.cli_options import (
     print_json,
 )
 from event_consumer.queries import DEFAULT_LIMIT, Row
-from event_consumer.records import FINISHED
+from event_consumer.records import EVICTED, FINISHED, GONE, PUBLISHED
 from event_consumer.store import DEFAULT_URL, Store
 from event_consumer.trace_queries import (
     GROUPS,
@@ -243,10 +243,11 @@ def _end(trace: Row) -> str:
 def _checkpoint(checkpoint: Row) -> str:
     why = f" ({checkpoint['reason']})" if checkpoint["reason"] else ""
     hits = checkpoint["num_hits"]
+    was_published = checkpoint["stage"] in (PUBLISHED, EVICTED, GONE)
+    used = f", used {hits} time{'s' * (hits != 1)}" if was_published else ""
     return (
         f"checkpoint {checkpoint['checkpoint_id']} at {checkpoint['boundary']} "
-        f"({checkpoint['boundary_kind']}): {checkpoint['stage']}{why}, "
-        f"used {hits} time{'s' * (hits != 1)}"
+        f"({checkpoint['boundary_kind']}): {checkpoint['stage']}{why}{used}"
     )
 
 

@@ -321,6 +321,21 @@ def test_filters_and_orders(store_url, options, expected):
     assert [name_of(t) for t in ask(store_url, options)["traces"]] == expected
 
 
+def test_a_trace_is_told_in_words(store_url):
+    arguments = ["traces", "--request", "chatcmpl-41", "--store", store_url]
+    told = runner.invoke(app, arguments).stdout.splitlines()
+    assert told[0].endswith("Z  chatcmpl-41 [arm-on]  in support-7")
+    assert told[1:6] == [
+        "    reused 4224 of 5100 prompt tokens (from the decode_block of chatcmpl-40), "
+        "prefilled 876, 775 of them again",
+        "    why: the turn before left its checkpoint at 4224; what came after it was "
+        "not kept",
+        "    ended by stop, left a checkpoint at 8099 (exact_tail)",
+        "    checkpoint 2 at 7392 (decode_block): discarded (superseded)",
+        "    checkpoint 3 at 8099 (exact_tail): published, used 1 time",
+    ]
+
+
 def test_a_limit_says_how_many_there_are(store_url):
     result = runner.invoke(app, ["traces", "--limit", "2", "--store", store_url])
     assert result.stdout.splitlines()[-1] == "12 requests found. 2 are shown (--limit)."
