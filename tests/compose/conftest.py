@@ -37,6 +37,8 @@ LONG_RUNNING = (
 )
 BUILD_S = 1500
 HEALTHY_S = 600
+WHEELS_PORT = 8765
+"""Always the same: it is a build argument, and another one builds all again."""
 # Not the defaults: somebody may be running the project beside the test.
 PORTS = {
     "UI_PORT": "18501",
@@ -138,7 +140,6 @@ def stack(docker: Docker) -> Iterator[Stack]:
     }
     stack = Stack(docker, environment)
     with contextlib.ExitStack() as running:
-        timed = functools.partial(_timed, running)
         with timed("base images"):
             stand_in_images.make_pythons(docker, wanted)
         with timed("stand-in for PostgreSQL"):
@@ -158,7 +159,7 @@ def stack(docker: Docker) -> Iterator[Stack]:
 
 
 @contextlib.contextmanager
-def _timed(_: object, what: str) -> Iterator[None]:
+def timed(what: str) -> Iterator[None]:
     started = time.monotonic()
     yield
     print(f"[compose] {what}: {time.monotonic() - started:.0f} s", file=sys.stderr)
@@ -179,10 +180,10 @@ def _pip_settings(running: contextlib.ExitStack) -> dict[str, str]:
         command = [*pip, "download", "--quiet", "--no-deps", f"{torch}+cpu"]
         subprocess.run(command, cwd=wheels, check=False, timeout=600)
     handler = functools.partial(_QuietHandler, directory=str(wheels))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", WHEELS_PORT), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     running.callback(server.shutdown)
-    settings = {"PIP_FIND_LINKS": f"http://127.0.0.1:{server.server_address[1]}/"}
+    settings = {"PIP_FIND_LINKS": f"http://127.0.0.1:{WHEELS_PORT}/"}
     for option in ("index-url", "extra-index-url"):
         given = subprocess.run(
             [*pip, "config", "get", f"global.{option}"], capture_output=True, text=True

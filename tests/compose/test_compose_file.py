@@ -4,6 +4,8 @@ nothing that an older Compose rejects, nothing unpinned, nothing unconfined."""
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,3 +89,27 @@ def test_stand_ins_bear_the_names_that_are_asked_for():
         stand_in_images.POSTGRES,
         stand_in_images.JAEGER,
     } == {VARIABLES[f"{name}_IMAGE"] for name in ("PYTHON", "POSTGRES", "JAEGER")}
+
+
+def test_compose_1_29_reads_it(tmp_path):
+    """All profiles, without a .env. GPU counts other than numbers and `all`, which it
+    reads and then rejects, are not in the file."""
+    compose = shutil.which("docker-compose")
+    if not compose or " 1." not in _output(compose, "version", "--short", prefix=" "):
+        pytest.skip("NOT TESTED: no Compose 1.29 (apt-get install docker-compose)")
+    (tmp_path / "empty").touch()
+    read = yaml.safe_load(
+        _output(
+            *(compose, "--env-file", str(tmp_path / "empty")),
+            *("--profile", "dialog", "--profile", "gpu"),
+            *("--file", str(ROOT / "docker-compose.yml"), "config"),
+        )
+    )
+    assert read["services"].keys() == SERVICES.keys()
+    gpu = read["services"]["vllm-gpu"]["deploy"]["resources"]["reservations"]
+    assert gpu["devices"][0]["count"] == "all"
+
+
+def _output(*command: str, prefix: str = "") -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return prefix + done.stdout
