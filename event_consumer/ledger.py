@@ -397,6 +397,9 @@ class Ledger:
                 return None
             engine = epoch.engine
             engine_id = engine.engine_id
+            trace_id, span_id = trace_ids.request_ids(
+                engine_id, request_id, event.traceparent
+            )
             request = RequestRecord(
                 engine_id=engine_id,
                 request_id=request_id,
@@ -409,8 +412,8 @@ class Ledger:
                 incomplete=not first,
                 traceparent=event.traceparent,
                 tracestate=event.tracestate,
-                trace_id=trace_ids.trace_id(engine_id, request_id, event.traceparent),
-                span_id=trace_ids.request_span_id(engine_id, request_id),
+                trace_id=trace_id,
+                span_id=span_id,
             )
             life = epoch.lives[request_id] = _Life(request, [])
         request = life.request

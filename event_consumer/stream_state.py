@@ -137,6 +137,7 @@ class StreamState:
         self._attempt = 0
         self._asked_from: int | None = None
         self._reply_first: int | None = None
+        self._unreadable: list[int] = []
         self._deadline = 0.0
         self._failures = 0
         self._retry_at: float | None = None
@@ -195,6 +196,12 @@ class StreamState:
     ) -> list[Action]:
         """A batch came on the subscription. ``begins``: the epoch begins with it,
         whatever its number."""
+        if epoch == self.epoch and seq == self._head + 1 and self._is_quiet():
+            # By far the most: the next batch of a stream that is whole.
+            self.applied_seq = self._head = self._last_live = seq
+            self._num_stray_beats = 0
+            self._gone = False
+            return [Apply(epoch, seq, item, False)]
         if not self._enter(epoch, seq, is_live=True):
             return self._take()
         self._last_live = seq
@@ -238,6 +245,10 @@ class StreamState:
             self._reply_first = seq
         if begins:
             self._begin_at(seq)
+        if epoch is None:
+            self._unreadable.append(seq)  # of which epoch, the next one tells
+            return self._take()
+        self._receive_unreadable()
         self._receive(seq, item, replayed=True)
         return self._done(now)
 
@@ -261,6 +272,7 @@ class StreamState:
             # Asked for a position of the former epoch: the answer says nothing.
             if asked_from != 0:
                 return self._done(now)
+        self._receive_unreadable()
         if next_seq is not None:
             self._head = max(self._head, next_seq - 1)
         begins = first_buffered_seq
@@ -373,13 +385,18 @@ class StreamState:
         if seq <= self.applied_seq or (
             seq in self._waiting and self._waiting[seq][0] is not UNREADABLE
         ):
-            self.num_duplicates += 1
+            self.num_duplicates += item is not UNREADABLE
             return
-        if item is UNREADABLE and self.epoch is None:
-            return  # of which epoch? The next replay will tell.
         self._head = max(self._head, seq)
         self._waiting[seq] = (item, replayed)
         self._apply_waiting()
+
+    def _receive_unreadable(self) -> None:
+        """What did not decode belongs to the epoch of what follows it."""
+        for seq in self._unreadable:
+            if self.epoch is not None and seq not in self._waiting:
+                self._receive(seq, UNREADABLE, replayed=True)
+        self._unreadable.clear()
 
     def _apply_waiting(self) -> None:
         """Apply the batches that are next in order."""
@@ -401,6 +418,12 @@ class StreamState:
     def _is_whole(self) -> bool:
         """Whether everything that is known to exist was applied."""
         return self.applied_seq >= self._head and not self._waiting
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is missing, nor being looked for."""
+        return self.applied_seq == self._head and not (
+            self._waiting or self._catching_up or self._gap
+        )
 
     def _next_known(self) -> int:
         """Where what is missing ends."""
@@ -429,6 +452,7 @@ class StreamState:
         self._attempt += 1
         self._asked_from = self.applied_seq + 1
         self._reply_first = None
+        self._unreadable.clear()
         self._retry_at = None
         self._deadline = now + self._times.replay_timeout_s
         self._actions.append(AskReplay(self._attempt, self._asked_from))

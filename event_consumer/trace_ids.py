@@ -38,18 +38,26 @@ def parse_traceparent(traceparent: str | None) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
-def trace_id(engine_id: str, request_id: str, traceparent: str | None = None) -> str:
-    """The caller's trace id where a valid ``traceparent`` came, else a derived one.
+def request_ids(
+    engine_id: str, request_id: str, traceparent: str | None = None
+) -> tuple[str, str]:
+    """``(trace id, span id)`` of a request: 32 and 16 hex digits.
 
-    32 hex digits.
+    The trace is the caller's where a valid ``traceparent`` came, else derived.
     """
+    digest = _hex_digest(24, b"request", engine_id, request_id)
     caller = parse_traceparent(traceparent)
-    return caller[0] if caller else _hex_digest(16, b"trace", engine_id, request_id)
+    return caller[0] if caller else digest[:32], digest[32:]
+
+
+def trace_id(engine_id: str, request_id: str, traceparent: str | None = None) -> str:
+    """The first of :func:`request_ids`."""
+    return request_ids(engine_id, request_id, traceparent)[0]
 
 
 def request_span_id(engine_id: str, request_id: str) -> str:
-    """16 hex digits."""
-    return _hex_digest(8, b"request", engine_id, request_id)
+    """The second of :func:`request_ids`."""
+    return request_ids(engine_id, request_id)[1]
 
 
 def checkpoint_span_id(engine_id: str, checkpoint_id: int) -> str:

@@ -494,6 +494,7 @@ def test_a_batch_that_does_not_decode_costs_itself() -> None:
     live(made, "e", 2)
     attempt = made.state.attempt
     made.take(made.state.on_replayed(attempt, None, 1, UNREADABLE, 0.0))
+    end(made, epoch="e", first_buffered_seq=0, next_seq=3)
     assert statuses(made) == {(1, 2): LOST}
     assert made.applied == {"e": [2]}
 
