@@ -6,7 +6,7 @@ hook calls ``super()`` and adds a few lines around it. The hooks, in the order o
 request's life:
 
 ================================  =================================================
-``_get_local_prefix_cache_hit``   remembers which cached state an admission found
+``get_computed_blocks``           finds exact tails; remembers what an admission found
 ``record_prefix_cache_stats``     the admission took place: ``PrefixReused``
 ``schedule``                      arms the relief of pins if memory may run short
 ``_make_cached_request_data``     queues rolling copies, after all allocations
@@ -69,6 +69,17 @@ class CheckpointSchedulerMixin(_Base):
 
     strict = False
 
+    # Until ``_attach`` has run, and in a scheduler that never ran ``__init__``.
+    observer = Observer(None, "disabled")
+    publisher: CheckpointPublisher | None = None
+    cache_index: CacheIndex | None = None
+    retention: RetentionController | None = None
+    tails: TailIndex | None = None
+    _in_step = False
+    _stream_closed = False
+    _resetting = False
+    _relief_armed = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = load_settings(os.environ, self.vllm_config.additional_config)
@@ -90,8 +101,6 @@ class CheckpointSchedulerMixin(_Base):
             [m.kv_cache_group_id for m in mamba],
             self._note_evicted,
         )
-        self.retention: RetentionController | None = None
-        self.tails: TailIndex | None = None
         exact_tail: str | None = "off"
         if reason is None:
             exact_tail = self._why_no_exact_tail(settings)
@@ -116,11 +125,8 @@ class CheckpointSchedulerMixin(_Base):
             )
             self._resolve_chained_copies()
         self._found: tuple[str, CachedState | None] = ("", None)
-        self._resetting = False
-        self._in_step = False
-        self._stream_closed = False
         self._stock_allocate_slots = manager.allocate_slots
-        self._relief_armed = False
+        self._follow_lookups()
         if self.observer.enabled:
             self._observe_admissions()
         self._announce(settings, reason, exact_tail, len(mamba))
@@ -194,33 +200,37 @@ class CheckpointSchedulerMixin(_Base):
 
     # -- admission -----------------------------------------------------------------
 
-    def _get_local_prefix_cache_hit(
-        self, request: Request
-    ) -> tuple[KVCacheBlocks, int, int, bool]:
-        hit = super()._get_local_prefix_cache_hit(request)
-        if self.tails is not None and self.kv_cache_manager.prefix_cache_lookup_enabled(
-            request
-        ):
-            hit = self._deepen(request, *hit)
-        if self.retention is not None:
-            hit = self._without_unsafe_junction(*hit)
-        blocks, num_tokens = hit[0], hit[1]
-        state = None
-        if num_tokens:
-            for group in self.cache_index.mamba_group_ids:
-                if blocks.blocks[group]:
-                    state = self.cache_index.state_of(blocks.blocks[group][-1])
-                    break
-        self._found = (request.request_id, state)
-        return hit
+    def _follow_lookups(self) -> None:
+        """Deepen what ``get_computed_blocks`` finds, and remember it."""
+        manager = self.kv_cache_manager
+        stock = manager.get_computed_blocks
+
+        def get_computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
+            hit = stock(request)
+            if manager.prefix_cache_lookup_enabled(request):
+                if self.tails is not None:
+                    hit = self._deepen(request, *hit)
+                if self.retention is not None:
+                    hit = self._without_unsafe_junction(*hit)
+            self._found = (request.request_id, self._state_at(hit[0]))
+            return hit
+
+        manager.get_computed_blocks = get_computed_blocks  # type: ignore[method-assign]
+
+    def _state_at(self, hit: KVCacheBlocks) -> CachedState | None:
+        """The cached state that a hit resumes from."""
+        assert self.cache_index is not None
+        for group in self.cache_index.mamba_group_ids:
+            if hit.blocks[group]:
+                return self.cache_index.state_of(hit.blocks[group][-1])
+        return None
 
     def _without_unsafe_junction(
         self,
         blocks: KVCacheBlocks,
         num_tokens: int,
         shared_prefix_boundary: int,
-        diverged: bool,
-    ) -> tuple[KVCacheBlocks, int, int, bool]:
+    ) -> tuple[KVCacheBlocks, int, int]:
         """Give up a shared-prefix junction that vLLM 0.32.0 would mislabel.
 
         Backends that export prefill states (Mamba2, KDA), after a hit inside a
@@ -229,7 +239,7 @@ class CheckpointSchedulerMixin(_Base):
         """
         if self.mamba_has_prefill_checkpoint_blocks and num_tokens % self.block_size:
             shared_prefix_boundary = 0
-        return blocks, num_tokens, shared_prefix_boundary, diverged
+        return blocks, num_tokens, shared_prefix_boundary
 
     def _deepen(
         self,
@@ -237,8 +247,7 @@ class CheckpointSchedulerMixin(_Base):
         blocks: KVCacheBlocks,
         num_tokens: int,
         shared_prefix_boundary: int,
-        diverged: bool,
-    ) -> tuple[KVCacheBlocks, int, int, bool]:
+    ) -> tuple[KVCacheBlocks, int, int]:
         """Prefer an exact tail that lies deeper than what vLLM found."""
         assert self.tails is not None
         try:
@@ -247,14 +256,13 @@ class CheckpointSchedulerMixin(_Base):
             self._give_up("a look-up")
             tail = None
         if tail is None:
-            return blocks, num_tokens, shared_prefix_boundary, diverged
+            return blocks, num_tokens, shared_prefix_boundary
         if shared_prefix_boundary <= tail.num_tokens:
             shared_prefix_boundary = 0
         return (
             self.kv_cache_manager.create_kv_cache_blocks(tail.blocks),
             tail.num_tokens,
             shared_prefix_boundary,
-            False,
         )
 
     def _resolve_chained_copies(self) -> None:
@@ -321,7 +329,8 @@ class CheckpointSchedulerMixin(_Base):
 
     def _expect_stock_states(self, request: Request) -> None:
         """Tell the index which states stock vLLM may cache for this prompt."""
-        if not self.cache_index.mamba_group_ids:
+        index = self.cache_index
+        if index is None or not index.mamba_group_ids:
             return
         hashes = request.block_hashes
         unit = self.kv_cache_manager.block_pool.hash_block_size
@@ -335,7 +344,7 @@ class CheckpointSchedulerMixin(_Base):
             (events.PROMPT_REPLAY, (request.num_prompt_tokens - 1) // block * block),
         ):
             if 0 < tokens <= len(hashes) * unit:
-                self.cache_index.expect(identity, kind, hashes[tokens // unit - 1])
+                index.expect(identity, kind, hashes[tokens // unit - 1])
 
     # -- a step --------------------------------------------------------------------
 
@@ -458,7 +467,8 @@ class CheckpointSchedulerMixin(_Base):
         try:
             if self.retention is not None:
                 self.retention.release(request)
-            self.cache_index.forget_expected(request.request_id)
+            if self.cache_index is not None:
+                self.cache_index.forget_expected(request.request_id)
             self.observer.finished(request)
         except Exception:
             self._give_up("a freed request")
