@@ -55,7 +55,9 @@ class Talk:
         """Queue a request."""
         self._num_requests += 1
         request_id = options.pop("request_id", f"request-{self._num_requests}")
-        request = make_request(request_id, prompt, hash_unit=UNIT, **options)
+        request = make_request(
+            request_id, prompt, hash_unit=self.scheduler.hash_block_size, **options
+        )
         return self.engine.add(request, answer)
 
     def decode_until(self, request: Request, num_tokens: int) -> None:

@@ -1,0 +1,85 @@
+"""What a next turn finds when the running state is copied every few tokens."""
+
+import pytest
+
+from vllm_fork.events import CheckpointPublished, PrefixReused
+from vllm_fork.model_free import blocks_only_pins_hold
+
+BLOCK, UNIT = 64, 16
+
+
+@pytest.fixture
+def talk(start):
+    return start(copy_interval=UNIT, publish_on=["stop", "length", "abort"])
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 7])
+@pytest.mark.parametrize("num_units", [3, 4, 5, 11])
+def test_length(talk, beyond, num_units):
+    """The deepest multiple of the interval that was executed: the last token sampled
+    was not."""
+    prompt = talk.tokens(20)
+    answer = talk.tokens(num_units * UNIT + beyond - len(prompt))
+    talk.ask(prompt, answer, max_tokens=len(answer))
+    executed = len(prompt) + len(answer) - 1
+    hit = talk.cached_tokens(prompt + answer + talk.tokens(30))
+    assert hit == executed // UNIT * UNIT
+
+
+def test_abort(talk, abort):
+    prompt, answer = talk.tokens(20), talk.tokens(300)
+    request = talk.begin(prompt, answer)
+    talk.decode_until(request, 107)
+    abort(talk, request)
+    assert talk.cached_tokens((prompt + answer)[:130]) == 96
+
+
+def test_stop_of_an_answer_below_a_block(talk):
+    prompt, answer = talk.tokens(20), talk.answer(25)
+    request = talk.begin(prompt, answer)
+    talk.engine.run()
+    assert talk.finished_event(request).retained_kind == "copy"
+    follow_up = talk.begin(prompt + answer + talk.tokens(30), talk.answer(2))
+    talk.engine.run()
+    (reused,) = [
+        event
+        for event in talk.events.of_type(PrefixReused)
+        if event.request_id == follow_up.request_id
+    ]
+    assert (reused.num_cached_tokens, reused.source_kind) == (32, "copy")
+
+
+def test_a_longer_interval(start):
+    talk = start(copy_interval=3 * UNIT, publish_on=["length"])
+    prompt, answer = talk.tokens(20), talk.tokens(90)
+    talk.ask(prompt, answer, max_tokens=90)
+    assert talk.cached_tokens(prompt + answer + talk.tokens(30)) == 96
+
+
+def test_spares_cost_no_running_request_a_block(start):
+    """They are parked: the pool counts them as free, and takes them."""
+    notes = []
+    for num_blocks in range(24, 34, 3):
+        talk = start(num_blocks=num_blocks, copy_interval=UNIT)
+        notes += talk.note_at_preemptions(blocks_only_pins_hold)
+        requests = [talk.begin(talk.tokens(30), talk.answer(400)) for _ in range(3)]
+        talk.engine.run()
+    assert not any(notes)
+    reasons = {reason for r in requests for reason in talk.discard_reasons(r)}
+    assert "memory_pressure" in reasons
+
+
+def test_many_requests_at_once(talk):
+    requests = [talk.begin(talk.tokens(20 + i), talk.answer(100 + i)) for i in range(8)]
+    talk.engine.run()
+    for request in requests:
+        executed = request.num_tokens - 1
+        follow_up = [*request.all_token_ids, *talk.tokens(20)]
+        assert talk.cached_tokens(follow_up) >= executed // UNIT * UNIT
+    published = talk.events.of_type(CheckpointPublished)
+    assert {event.boundary_kind for event in published} >= {"copy"}
+
+
+def test_off_with_drafts(start):
+    talk = start(copy_interval=UNIT, num_speculative_tokens=2)
+    assert talk.events.started.copy_interval == 0
