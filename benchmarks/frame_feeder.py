@@ -63,6 +63,7 @@ def main() -> None:
     poller.register(router, zmq.POLLIN)
     poller.register(sys.stdin, zmq.POLLIN)
     sent = 0
+    times: list[float] = []
     begin: float | None = None
     while True:
         due = len(frames) if not args.rate else 0
@@ -72,10 +73,11 @@ def main() -> None:
             frame = frames[sent]
             if args.rate:  # what is read on arrival is the time of sending
                 frame = restamp(frame)
+                times.append(time.time())
             publish.send_multipart(frame)
             sent += 1
             if sent == len(frames):
-                say(sent=sent, seconds=time.monotonic() - begin)
+                say(seconds=time.monotonic() - begin, times=times)
         wait_ms = 2 if begin is not None and sent < len(frames) else 200
         ready = dict(poller.poll(wait_ms))
         if sys.stdin.fileno() in ready:
