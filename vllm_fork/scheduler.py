@@ -23,7 +23,8 @@ from __future__ import annotations
 import functools
 import os
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -57,6 +58,8 @@ else:
     _Base = object
 
 logger = init_logger(__name__)
+
+T = TypeVar("T")
 
 
 class CheckpointSchedulerMixin(_Base):
@@ -99,7 +102,7 @@ class CheckpointSchedulerMixin(_Base):
         self.cache_index = CacheIndex(
             manager.block_pool,
             [m.kv_cache_group_id for m in mamba],
-            self._note_evicted,
+            functools.partial(self._run, "an eviction", self._note_evicted),
         )
         exact_tail: str | None = "off"
         if reason is None:
@@ -250,11 +253,7 @@ class CheckpointSchedulerMixin(_Base):
     ) -> tuple[KVCacheBlocks, int, int]:
         """Prefer an exact tail that lies deeper than what vLLM found."""
         assert self.tails is not None
-        try:
-            tail = self.tails.find(request, num_tokens)
-        except Exception:
-            self._give_up("a look-up")
-            tail = None
+        tail = self._run("a look-up", self.tails.find, request, num_tokens)
         if tail is None:
             return blocks, num_tokens, shared_prefix_boundary
         if shared_prefix_boundary <= tail.num_tokens:
@@ -287,10 +286,7 @@ class CheckpointSchedulerMixin(_Base):
 
         def record_prefix_cache_stats(request: Request, num_hits: int) -> None:
             record(request, num_hits)
-            try:
-                self._note_admitted(request, num_hits)
-            except Exception:
-                self._give_up("an admission")
+            self._run("an admission", self._note_admitted, request, num_hits)
 
         manager.record_prefix_cache_stats = record_prefix_cache_stats  # type: ignore[method-assign]
 
@@ -351,18 +347,20 @@ class CheckpointSchedulerMixin(_Base):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         retention = self.retention
         if retention is not None:
-            self._arm_relief(
-                retention.may_run_short(
-                    len(self.running), self.max_num_scheduled_tokens
-                )
+            short = self._run(
+                "a step",
+                retention.may_run_short,
+                len(self.running),
+                self.max_num_scheduled_tokens,
             )
+            self._arm_relief(bool(short))
         self._in_step = True
         try:
             return super().schedule(*args, **kwargs)
         finally:
             self._in_step = False
             if self.retention is not None and self.retention.copies is not None:
-                self.retention.copies.park()
+                self._run("a rolling copy", self.retention.copies.park)
             self.observer.flush()
 
     def _make_cached_request_data(
@@ -374,10 +372,12 @@ class CheckpointSchedulerMixin(_Base):
         **kwargs: Any,
     ) -> Any:
         if self.retention is not None and self.retention.copies is not None:
-            try:
-                self.retention.copies.queue(running_reqs, num_scheduled_tokens)
-            except Exception:
-                self._give_up("a rolling copy")
+            self._run(
+                "a rolling copy",
+                self.retention.copies.queue,
+                running_reqs,
+                num_scheduled_tokens,
+            )
         return super()._make_cached_request_data(
             running_reqs, resumed_reqs, num_scheduled_tokens, *args, **kwargs
         )
@@ -385,22 +385,19 @@ class CheckpointSchedulerMixin(_Base):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
         if self.retention is not None:
-            try:
-                self.retention.note_scheduled(
-                    self.requests, scheduler_output.num_scheduled_tokens
-                )
-            except Exception:
-                self._give_up("a scheduled step")
+            self._run(
+                "a scheduled step",
+                self.retention.note_scheduled,
+                self.requests,
+                scheduler_output.num_scheduled_tokens,
+            )
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         self._in_step = True
         try:
             outputs = super().update_from_output(*args, **kwargs)
             if self.retention is not None:
-                try:
-                    self.retention.accept_outputs(self.requests)
-                except Exception:
-                    self._give_up("an output")
+                self._run("an output", self.retention.accept_outputs, self.requests)
             return outputs
         finally:
             self._in_step = False
@@ -409,10 +406,11 @@ class CheckpointSchedulerMixin(_Base):
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
         affected = super()._handle_invalid_blocks(*args, **kwargs)
         if self.retention is not None:
-            try:
-                self.retention.drop_rewound(self.requests)
-            except Exception:
-                self._give_up("blocks that failed to load")
+            self._run(
+                "blocks that failed to load",
+                self.retention.drop_rewound,
+                self.requests,
+            )
         return affected
 
     # -- memory pressure -------------------------------------------------------------
@@ -440,7 +438,7 @@ class CheckpointSchedulerMixin(_Base):
             blocks is None
             and request.status == RequestStatus.RUNNING
             and self.retention is not None
-            and self.retention.relieve()
+            and self._run("memory pressure", self.retention.relieve)
         ):
             blocks = allocate(request, *args, **kwargs)
         return blocks
@@ -449,33 +447,26 @@ class CheckpointSchedulerMixin(_Base):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if self.retention is not None:
-            try:
-                self.retention.preempt(
-                    request, "cache_reset" if self._resetting else "preempted"
-                )
-            except Exception:
-                self._give_up("a preemption")
+            reason = "cache_reset" if self._resetting else "preempted"
+            self._run("a preemption", self.retention.preempt, request, reason)
         super()._preempt_request(request, *args, **kwargs)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.retention is not None:
-            try:
-                self.retention.finish(request)
-            except Exception:
-                self._give_up("a finished request")
+            self._run("a finished request", self.retention.finish, request)
         freed = super()._free_request(request, *args, **kwargs)
-        try:
-            if self.retention is not None:
-                self.retention.release(request)
-            if self.cache_index is not None:
-                self.cache_index.forget_expected(request.request_id)
-            self.observer.finished(request)
-        except Exception:
-            self._give_up("a freed request")
+        self._run("a freed request", self._note_freed, request)
         if not self._in_step:
             # No step may follow an abort.
             self.observer.flush()
         return freed
+
+    def _note_freed(self, request: Request) -> None:
+        if self.retention is not None:
+            self.retention.release(request)
+        if self.cache_index is not None:
+            self.cache_index.forget_expected(request.request_id)
+        self.observer.finished(request)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._resetting = True
@@ -521,10 +512,18 @@ class CheckpointSchedulerMixin(_Base):
             self.tails.discard(checkpoint)
         self.observer.evicted(checkpoint, reason)
 
+    def _run(self, where: str, hook: Callable[..., T], *args: Any) -> T | None:
+        """Run a hook of ours: its error must not stop the engine."""
+        try:
+            return hook(*args)
+        except Exception:
+            if self.strict:
+                raise
+            self._give_up(where)
+            return None
+
     def _give_up(self, where: str) -> None:
-        """An error of ours must not stop the engine: go on as stock vLLM."""
-        if self.strict:
-            raise
+        """Go on as stock vLLM; call while handling the error."""
         logger.exception(
             "Checkpoint retention failed at %s and is off from here on; the engine "
             "goes on without it.",
