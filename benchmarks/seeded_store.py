@@ -500,7 +500,9 @@ def seed(
         age = int(span_ns * rng.random() ** 0.8) + 1100 * SECOND
         _add_conversation(rows, rng, rng.choice(engines[2:4]), now_ns - age, number)
     bound_to_now(rows, now_ns)
-    streams = [stream_row(engine, now_ns) for engine in engines]
+    # As if a consumer went on writing them: they do not fall silent for an hour.
+    written_ns = now_ns + 3600 * SECOND
+    streams = [stream_row(e, now_ns, updated_ns=written_ns) for e in engines]
     gaps: list[dict[str, Any]] = []
     if not healthy:
         streams[3].update(state="gapped", num_lost=37, num_replayed=214, num_dropped=12)
@@ -510,11 +512,9 @@ def seed(
             num_restarts=1,
         )
         gaps = [
-            _gap(streams[3], 47_950, 47_987, "lost", now_ns - 3000 * SECOND, now_ns),
+            _gap(streams[3], 47_950, 47_987, "lost", now_ns - 3000 * SECOND, 30.0),
             _gap(streams[3], 48_212, 48_260, "open", now_ns - 4 * SECOND, None),
-            _gap(
-                streams[2], 12_004, 12_218, "recovered", now_ns - 9000 * SECOND, now_ns
-            ),
+            _gap(streams[2], 12_004, 12_218, "recovered", now_ns - 9000 * SECOND, 0.4),
         ]
     write(url, engines, rows, streams, gaps)
     return len(rows.requests)
@@ -538,7 +538,7 @@ def _gap(
     end: int,
     status: str,
     detected: int,
-    closed: int | None,
+    closed_after_s: float | None,
 ) -> dict[str, Any]:
     return {
         "endpoint": stream["endpoint"],
@@ -547,7 +547,7 @@ def _gap(
         "end_seq": end,
         "status": status,
         "detected_ns": detected,
-        "closed_ns": closed,
+        "closed_ns": closed_after_s and detected + int(closed_after_s * SECOND),
     }
 
 

@@ -32,6 +32,15 @@ COLUMNS: Final = (
 )
 
 
+_RESUMED_AT: Final = {
+    "decode_block": "a block boundary of an earlier answer",
+    "exact_tail": "the very end of an earlier answer",
+    "copy": "a rolling copy made during an earlier answer",
+    "prompt_replay": "the end of the same prompt",
+    "shared_prefix": "a prefix that several prompts share",
+}
+
+
 def request_row(row: dict[str, Any]) -> TableRow:
     """The row of a request, with its reasons in words when opened."""
     return TableRow(
@@ -135,7 +144,7 @@ def reuse_sentence(row: dict[str, Any]) -> str:
         return f"None of its {prompt:,} prompt tokens were reused.{why}{brought}"
     source = row["source_kind"]
     if source and source != "none":
-        origin = f", resumed at: {reasons.kind(source).short}"
+        origin = f", resumed at {_RESUMED_AT.get(source, source)}"
     else:
         origin = ""
     return (

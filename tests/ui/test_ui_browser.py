@@ -59,19 +59,10 @@ class LiveStore:
         with self._engine.begin() as connection:
             connection.execute(sa.insert(tables.requests), [row | more])
 
-    def keep_streams_fresh(self) -> None:
-        """What a consumer does every two seconds."""
-        with self._engine.begin() as connection:
-            connection.execute(
-                sa.update(tables.streams).values(updated_ns=time.time_ns() + 10**12)
-            )
-
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> LiveStore:
-    store = LiveStore(tmp_path_factory.mktemp("live") / "live.db")
-    store.keep_streams_fresh()
-    return store
+    return LiveStore(tmp_path_factory.mktemp("live") / "live.db")
 
 
 @pytest.fixture(scope="module")

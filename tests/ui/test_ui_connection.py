@@ -10,6 +10,7 @@ import seeded_store
 import sqlalchemy as sa
 
 from event_consumer import tables
+from event_consumer.store import Store
 from ui.connection import StoreConnection, StoreError
 from ui.queries import Queries, RequestFilter
 
@@ -59,6 +60,12 @@ def test_a_database_that_is_no_store(tmp_path: Path):
     with pytest.raises(StoreError, match="not \\(yet\\) a store") as caught:
         Queries(StoreConnection(url)).engines()
     assert caught.value.missing
+
+
+def test_a_store_that_the_consumer_made(tmp_path: Path):
+    url = f"sqlite:///{tmp_path / 'made.db'}"
+    with Store(url):
+        assert Queries(StoreConnection(url)).engines() == []
 
 
 def test_a_store_of_another_version(empty_url):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
 from pathlib import Path
 
 import page_content
@@ -122,6 +123,31 @@ def test_every_number_says_what_it_counts(open_page, seeded_url, page):
             assert column["help"], (caption, column["label"])
 
 
+def test_the_overview_of_a_range_says_how_it_changed(open_page, tmp_path):
+    """Half of the prompt reused in the last hour, a quarter in the hour before."""
+    url = f"sqlite:///{tmp_path / 'change.db'}"
+    engine = seeded_store.engine_row(1, "prod", 0)
+    rows = seeded_store.Rows()
+    for ago_s, cached in ((60, 500), (5400, 250), (90_000, 900)):
+        at = time.time_ns() - ago_s * seeded_store.SECOND
+        rows.requests.append(
+            seeded_store.request_row(
+                engine,
+                f"chatcmpl-{ago_s}",
+                at,
+                num_prompt_tokens=1000,
+                num_cached_tokens=cached,
+            )
+        )
+    seeded_store.write(url, [engine], rows, [], [])
+    at = open_page(url, "overview", range="1 h")
+    (rate,) = [m for m in at.metric if m.label == "Hit rate"]
+    assert (rate.value, rate.delta) == ("50.0%", "+25.0 points")
+    at = open_page(url, "overview")
+    (rate,) = [m for m in at.metric if m.label == "Hit rate"]
+    assert (rate.value, rate.delta) == ("55.0%", "")
+
+
 # -- requests -------------------------------------------------------------
 
 
@@ -176,13 +202,38 @@ def test_pages_of_the_list(open_page, seeded_url):
     assert not first & second
 
 
-def test_a_page_beyond_the_matches_goes_back_to_the_last(open_page, seeded_url):
-    """Page 5 of all, then a filter with one page: its rows are shown."""
+def test_a_new_filter_begins_at_its_first_page(open_page, seeded_url):
     at = open_page(seeded_url, "requests")
     at.number_input(key="page").set_value(5).run()
     at.text_input(key="q").set_value("arm-on-turn").run()
     assert not at.exception
     assert len(page_content.table(at, "Requests")) == 5
+    at.text_input(key="q").set_value("").run()
+    assert at.number_input(key="page").value == 1
+
+
+def test_a_page_that_is_no_more_becomes_the_last(open_page, tmp_path):
+    """Retention by age removes rows under the reader of the last page."""
+    url = f"sqlite:///{tmp_path / 'shrinks.db'}"
+    seeded_store.seed(url, num_requests=120)
+    at = open_page(url, "requests")
+    at.number_input(key="page").set_value(3).run()
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        newest = (
+            sa.select(tables.requests.c.request_id)
+            .order_by(tables.requests.c.last_event_ns.desc())
+            .limit(60)
+        )
+        connection.execute(
+            sa.delete(tables.requests).where(
+                tables.requests.c.request_id.not_in(newest.scalar_subquery())
+            )
+        )
+    at.run()
+    assert not at.exception
+    assert at.number_input(key="page").value == 2
+    assert len(page_content.table(at, "Requests")) == 10
 
 
 def test_downloads():
@@ -234,27 +285,32 @@ def test_a_request_by_either_id(open_page, seeded_url, by):
     assert stages[1]["cells"][3]["text"] == "superseded"
 
 
-@pytest.mark.parametrize(
-    "code", [*reasons.NO_CHECKPOINT, *reasons.UNSUPPORTED, "unsupported:warp", "warp"]
-)
-def test_each_reason_in_words(open_page, empty_url, engine, code):
-    row = seeded_store.request_row(
-        engine,
-        "chatcmpl-1",
-        10**18,
-        num_prompt_tokens=900,
-        num_cached_tokens=0,
-        num_output_tokens=90,
-        hit_limited_by="attention",
-        no_checkpoint_reason=code,
-    )
-    add(empty_url, requests=[row])
-    at = open_page(empty_url, "request", request="chatcmpl-1")
-    assert not at.exception
-    said = page_content.texts(at)
-    assert reasons.no_checkpoint(code).sentence in said
-    assert reasons.no_checkpoint(code).advice in said
-    assert "None of its 900 prompt tokens were reused" in said
+def test_each_reason_in_words(open_page, empty_url, engine):
+    """A page for each reason that there is, and for two that there are not yet."""
+    codes = [*reasons.NO_CHECKPOINT, *reasons.UNSUPPORTED, "unsupported:warp", "warp"]
+    rows = [
+        seeded_store.request_row(
+            engine,
+            f"chatcmpl-{code}",
+            10**18,
+            num_prompt_tokens=900,
+            num_cached_tokens=0,
+            num_output_tokens=90,
+            hit_limited_by="attention",
+            no_checkpoint_reason=code,
+        )
+        for code in codes
+    ]
+    add(empty_url, requests=rows)
+    at = open_page(empty_url, "request")
+    for code in codes:
+        at.query_params["request"] = f"chatcmpl-{code}"
+        at.run()
+        assert not at.exception
+        said = page_content.texts(at)
+        assert reasons.no_checkpoint(code).sentence in said
+        assert reasons.no_checkpoint(code).advice in said
+        assert "None of its 900 prompt tokens were reused" in said
 
 
 @pytest.mark.parametrize(
@@ -427,17 +483,24 @@ def test_hostile_texts_are_text(open_page, hostile_url, page):
     assert_no_markup(at)
 
 
-@pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_id_deep_links(open_page, hostile_url, hostile):
+@pytest.mark.parametrize(
+    ("page", "parameter", "length", "figure"),
+    [
+        ("request", "request", 400, ("Prompt", "900")),
+        ("conversations", "conversation", 256, ("Turns", "1")),
+    ],
+)
+def test_a_hostile_id_deep_links(
+    open_page, hostile_url, page, parameter, length, figure
+):
     """The page of a request, and of its conversation, whatever it is called."""
-    at = open_page(hostile_url, "request", request=hostile[:400])
-    assert not at.exception
-    assert page_content.figures(at)["Prompt"] == "900"
-    assert_no_markup(at)
-    at = open_page(hostile_url, "conversations", conversation=hostile[:256])
-    assert not at.exception
-    assert page_content.figures(at)["Turns"] == "1"
-    assert_no_markup(at)
+    at = open_page(hostile_url, page)
+    for text in HOSTILE:
+        at.query_params[parameter] = text[:length]
+        at.run()
+        assert not at.exception
+        assert figure in page_content.figures(at).items(), text
+        assert_no_markup(at)
 
 
 def test_no_html_is_allowed_with_data():

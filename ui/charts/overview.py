@@ -40,6 +40,7 @@ def tokens_over_time(
         row=1,
         col=1,
         mode="lines",
+        connectgaps=True,
         name="hit rate",
         line={"color": palette.REUSED, "width": 2.2},
         fill="tozeroy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import datetime
 from typing import Final, NamedTuple
 
@@ -16,7 +17,10 @@ NUM_BUCKETS: Final = 90
 
 
 class Figures(NamedTuple):
-    """What the page shows; ``pinned`` and ``buckets`` by time bucket."""
+    """What the page shows; ``pinned`` and ``buckets`` by time bucket.
+
+    ``before`` is the range of the same length before this one, None for everything.
+    """
 
     start_ns: int
     width_ns: int
@@ -25,6 +29,7 @@ class Figures(NamedTuple):
     pinned: list[int]
     pinned_now: Row
     use: Row
+    before: Breakdown | None
 
 
 def gather(wanted: RequestFilter, whole_ns: int | None) -> Figures | None:
@@ -54,7 +59,28 @@ def gather(wanted: RequestFilter, whole_ns: int | None) -> Figures | None:
         ),
         queries.pinned_now(),
         queries.published_use(wanted.since_ns),
+        range_before(wanted, now_ns),
     )
+
+
+def range_before(wanted: RequestFilter, now_ns: int) -> Breakdown | None:
+    """The sums over the range of the same length before the chosen one."""
+    if wanted.since_ns is None:
+        return None
+    length_ns = now_ns - wanted.since_ns
+    earlier = replace(
+        wanted, since_ns=wanted.since_ns - length_ns, until_ns=wanted.since_ns
+    )
+    return shell.queries().breakdown(earlier)
+
+
+def rate_change(figures: Figures) -> str | None:
+    """How the hit rate changed against the range before; None where not known."""
+    now, before = figures.breakdown, figures.before
+    if before is None or not before.total("prompt") or not now.total("prompt"):
+        return None
+    rates = [cells.total("cached") / cells.total("prompt") for cells in (before, now)]
+    return f"{(rates[1] - rates[0]) * 100:+.1f} points"
 
 
 class Chosen(NamedTuple):
@@ -136,7 +162,9 @@ def headline(figures: Figures) -> None:
                 "Hit rate",
                 formatting.percent(cached, prompt),
                 "Prompt tokens served from the prefix cache at the first admission, "
-                "of all prompt tokens of admitted requests.",
+                "of all prompt tokens of admitted requests; the change is against the "
+                "range of the same length before.",
+                delta=rate_change(figures),
             ),
             shell.Figure(
                 "Tokens reused",

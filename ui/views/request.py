@@ -312,6 +312,7 @@ def reused_by(request: dict[str, Any], checkpoints: list[dict[str, Any]]) -> Non
     """Who resumed from this request, or why nobody did."""
     reusers = shell.queries().reusers_of(request)
     if reusers:
+        st.caption(f"{len(reusers)} request{'' if len(reusers) == 1 else 's'}")
         _neighbour_table(reusers, "reusers_table", "The requests that resumed from it")
     elif request["retained_boundary"] is None:
         st.caption("Nobody can: it published no checkpoint.")

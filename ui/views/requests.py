@@ -9,7 +9,7 @@ import streamlit as st
 
 from ui import downloads, reasons, request_rows, shell
 from ui.components.record_table import record_table
-from ui.queries import COUNT_LIMIT, DOWNLOAD_LIMIT, RETAINED, RequestFilter
+from ui.queries import COUNT_LIMIT, DOWNLOAD_LIMIT, RETAINED, RequestFilter, Row
 
 PAGE_ROWS: Final = 50
 
@@ -159,6 +159,9 @@ def controls() -> Chosen:
             )
             chosen = Chosen(timeless, range_name, sort)
             downloads_of(chosen)
+    if st.session_state.get("chosen_before") != chosen:
+        st.session_state["chosen_before"] = chosen
+        st.session_state["page"] = 1
     return chosen
 
 
@@ -186,8 +189,7 @@ def downloads_of(chosen: Chosen) -> None:
 def body(chosen: Chosen) -> None:
     """How many match, and a page of them."""
     wanted = chosen.wanted()
-    queries = shell.queries()
-    total = queries.count_requests(wanted)
+    page, rows, total = matches(wanted, chosen.sort)
     with st.container(
         horizontal=True,
         horizontal_alignment="distribute",
@@ -200,13 +202,10 @@ def body(chosen: Chosen) -> None:
             help="Requests that match the filter and the time range.",
             width="content",
         )
-        page = page_picker(min(total, COUNT_LIMIT))
-    if total == 0:
+        page_picker(page, num_pages(total))
+    if not rows:
         no_rows(wanted)
         return
-    rows = queries.find_requests(
-        wanted, sort=chosen.sort, limit=PAGE_ROWS, offset=(page - 1) * PAGE_ROWS
-    )
     opened = record_table(
         request_rows.COLUMNS,
         [request_rows.request_row(row) for row in rows],
@@ -216,23 +215,46 @@ def body(chosen: Chosen) -> None:
     shell.follow(opened)
 
 
-def page_picker(total: int) -> int:
-    """Which page of the matches, from 1; not shown where there is only one."""
-    last_page = max(1, -(-total // PAGE_ROWS))
+def matches(wanted: RequestFilter, sort: str) -> tuple[int, list[Row], int]:
+    """The page that is looked at, its rows, and how many match in all.
+
+    A page that is not full tells the number by itself; a page beyond the last one
+    is the last one.
+    """
+    queries = shell.queries()
+    page = int(st.session_state.get("page", 1))
+    while True:
+        offset = (page - 1) * PAGE_ROWS
+        rows = queries.find_requests(wanted, sort=sort, limit=PAGE_ROWS, offset=offset)
+        if 0 < len(rows) < PAGE_ROWS or (page == 1 and not rows):
+            return page, rows, offset + len(rows)
+        total = queries.count_requests(wanted)
+        if rows:
+            return page, rows, total
+        page = min(page - 1, num_pages(total))
+
+
+def num_pages(total: int) -> int:
+    """Pages that can be turned to: as far as matches are counted."""
+    return max(1, -(-min(total, COUNT_LIMIT) // PAGE_ROWS))
+
+
+def page_picker(page: int, last_page: int) -> None:
+    """Turns pages; not shown where there is only one."""
     if last_page == 1:
-        return 1
+        return
+    st.session_state["page"] = page
     with st.container(horizontal=True, vertical_alignment="center", width="content"):
         st.caption(f"page of {last_page:,}", width="content")
-        page = st.number_input(
+        st.number_input(
             "Page",
             min_value=1,
-            max_value=last_page,
+            max_value=max(page, last_page),
             key="page",
             label_visibility="collapsed",
             width=120,
             help=f"Page of {PAGE_ROWS} requests.",
         )
-    return int(page)
 
 
 def no_rows(wanted: RequestFilter) -> None:
