@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from vllm_fork.demo.services import DASHBOARD
 
 Row = dict[str, Any]
 PAGE_TIMEOUT_S: Final = 30
+_PAGE_LOGGER: Final = "streamlit.runtime.scriptrunner_utils.script_run_context"
 
 
 def stored_requests(store: str) -> dict[str, Row]:
@@ -63,10 +65,10 @@ def reuse_on_pages(store: str, request_ids: Sequence[str]) -> Mapping[str, int]:
     Raises:
         DemoError: the page failed.
     """
-    from streamlit import logger
     from streamlit.testing.v1 import AppTest
 
-    logger.set_log_level("ERROR")
+    # It warns of every page that no browser asked for.
+    logging.getLogger(_PAGE_LOGGER).disabled = True
     os.environ[dashboard_settings.STORE_VARIABLE] = store
     found: dict[str, int] = {}
     for request_id in request_ids:
