@@ -291,14 +291,16 @@ class RetentionController:
 
     def abandon(self, reason: str) -> None:
         """Discard every pin (``shutdown``, ``error``)."""
-        for held in (self._pending, self._promoted):
-            while held:
-                _, checkpoint = held.popitem()
-                self._discard(checkpoint, reason)
-        for request_id in list(self._ended):
-            self._release_ended(request_id)
+        pinned = list(self._pinned())
+        for held in (self._pending, self._promoted, self._ended):
+            held.clear()
+        for checkpoint in pinned:
+            self._release(checkpoint)
         if self.copies is not None:
             self.copies.drop_all(reason)
+        for checkpoint in pinned:
+            if not checkpoint.published_monotonic_ns:
+                self._observer.discarded(checkpoint, reason)
         self._next_boundary.clear()
         self._crossing.clear()
         self._first_output_at.clear()
@@ -460,9 +462,11 @@ class RetentionController:
         checkpoint = self._pending.pop(request_id)
         former = self._promoted.pop(request_id, None)
         self._promoted[request_id] = checkpoint
+        if former is not None:
+            self._release(former)
         self._observer.promoted(checkpoint, former)
         if former is not None:
-            self._discard(former, "superseded")
+            self._observer.discarded(former, "superseded")
         if self.copies is not None:
             self.copies.supersede(request_id, checkpoint.boundary)
 
@@ -496,9 +500,7 @@ class RetentionController:
         if request.request_id in self._promoted:
             self._publish(request, finish_reason)
         if self.copies is not None:
-            copy = self.copies.take(request, self._materialized_tokens(request))
-            if copy is not None:
-                self._publish_copy(request, copy, finish_reason)
+            self._publish_copy(request, finish_reason)
         if self._tails is not None:
             self._publish_tail(request, finish_reason)
 
@@ -537,29 +539,39 @@ class RetentionController:
             tuple(blocks),
         )
         self._pool.touch(blocks)
+        self._hold(request, checkpoint)
         self._observer.pinned(checkpoint)
         self._observer.promoted(checkpoint, None)
         if any(block.block_hash is not None for block in blocks[: len(self._mamba)]):
             # Its prompt's tail, at this very position: no step has advanced it.
-            self._discard(checkpoint, "already_cached")
+            self._let_go(request, checkpoint, "already_cached")
             return
         self._cache_attention(request, boundary, boundary)
         self._tails.insert(request, checkpoint)
-        self._ended.setdefault(request.request_id, []).append(checkpoint)
         self._index.publish(checkpoint)
         self._observer.published(checkpoint, finish_reason, None)
 
-    def _publish_copy(
-        self, request: Request, checkpoint: Checkpoint, finish_reason: str | None
-    ) -> None:
-        """Enter a rolling copy, which lies on the hash grid, into the cache.
+    def _publish_copy(self, request: Request, finish_reason: str | None) -> None:
+        """Enter the newest rolling copy, which lies on the hash grid, into the cache.
 
         The attention block it ends in stays valid for the shallower keys it has
         (the prompt's tail), since it is append-only: they are kept.
         """
+        assert self.copies is not None
+        checkpoint = self.copies.take_live(request, self._materialized_tokens(request))
+        if checkpoint is not None:
+            self._hold(request, checkpoint)
+            self._observer.pinned(checkpoint)
+            self._observer.promoted(checkpoint, None)
+            self.copies.drop(request.request_id, "superseded")
+        else:
+            checkpoint = self.copies.take(request.request_id)
+            if checkpoint is None:
+                return
+            self._hold(request, checkpoint)
         boundary = checkpoint.boundary
         if any(block.block_hash is not None for block in checkpoint.blocks):
-            self._discard(checkpoint, "already_cached")
+            self._let_go(request, checkpoint, "already_cached")
             return
         self._cache_attention(request, boundary, self._materialized_tokens(request))
         block_hash = request.block_hashes[boundary // self._pool.hash_block_size - 1]
@@ -578,7 +590,6 @@ class RetentionController:
                 kv_cache_group_id=manager.kv_cache_group_id,
                 block_size=manager.block_size,
             )
-        self._ended.setdefault(request.request_id, []).append(checkpoint)
         self._index.publish(checkpoint)
         self._observer.published(
             checkpoint, finish_reason, maybe_convert_block_hash(block_hash)
@@ -651,6 +662,14 @@ class RetentionController:
         if self.copies is not None:
             self.copies.drop(request_id, reason, unaccepted)
 
+    def _hold(self, request: Request, checkpoint: Checkpoint) -> None:
+        """Keep a referenced checkpoint of an ending request until its release."""
+        self._ended.setdefault(request.request_id, []).append(checkpoint)
+
+    def _let_go(self, request: Request, checkpoint: Checkpoint, reason: str) -> None:
+        self._ended[request.request_id].remove(checkpoint)
+        self._discard(checkpoint, reason)
+
     def _release_ended(self, request_id: str) -> None:
         for checkpoint in self._ended.pop(request_id, ()):
             self._release(checkpoint)
@@ -659,8 +678,8 @@ class RetentionController:
         self._discard(self._pending.pop(request_id), reason)
 
     def _discard(self, checkpoint: Checkpoint, reason: str) -> None:
-        self._observer.discarded(checkpoint, reason)
         self._release(checkpoint)
+        self._observer.discarded(checkpoint, reason)
 
     def _release(self, checkpoint: Checkpoint) -> None:
         self._pool.free_blocks(checkpoint.blocks)

@@ -124,29 +124,31 @@ class RollingCopies:
         if spare is not None and spare.checkpoint.boundary <= boundary:
             self.drop(request_id, "superseded")
 
-    def take(self, request: Request, materialized: int) -> Checkpoint | None:
-        """The newest copy of an ending request, referenced; None if there is none.
+    def take_live(self, request: Request, materialized: int) -> Checkpoint | None:
+        """A checkpoint of the running blocks of an ending request, referenced.
 
-        The caller publishes it and releases one reference to each block. Where the
-        request ends right at a boundary no copy was queued yet: the running blocks
-        themselves are the checkpoint.
+        None unless it ends right at a boundary, where no copy was queued yet. The
+        caller releases one reference to each block.
         """
-        request_id = request.request_id
-        live = self._due.get(request_id)
-        if live is not None and live == request.num_computed_tokens <= materialized:
-            blocks = self._running_blocks(request_id, live)
-            if blocks is not None:
-                self.drop(request_id, "superseded")
-                checkpoint = self._checkpoint(request, live, blocks)
-                self._pool.touch(blocks)
-                self._observer.pinned(checkpoint)
-                self._observer.promoted(checkpoint, None)
-                return checkpoint
-        spare = self._spares.get(request_id)
-        if spare is None or request_id in self._unpromoted:
+        boundary = self._due.get(request.request_id)
+        if boundary is None or request.num_computed_tokens != boundary:
             return None
-        self._take_out(request_id)
-        return spare.checkpoint
+        if boundary > materialized:
+            return None
+        blocks = self._running_blocks(request.request_id, boundary)
+        if blocks is None:
+            return None
+        self._pool.touch(blocks)
+        return self._checkpoint(request, boundary, blocks)
+
+    def take(self, request_id: str) -> Checkpoint | None:
+        """The newest accepted copy of a request, referenced; None if it has none.
+
+        The caller releases one reference to each block.
+        """
+        if request_id not in self._spares or request_id in self._unpromoted:
+            return None
+        return self._take_out(request_id).checkpoint
 
     def drop(self, request_id: str, reason: str, unaccepted: str | None = None) -> None:
         """Discard what a request has, and give its spare back.
@@ -159,8 +161,8 @@ class RollingCopies:
         if unaccepted is not None and request_id in self._unpromoted:
             reason = unaccepted
         spare = self._take_out(request_id)
-        self._observer.discarded(spare.checkpoint, reason)
         self._pool.free_blocks(spare.blocks)
+        self._observer.discarded(spare.checkpoint, reason)
 
     def drop_beyond(self, computed: Callable[[str], int]) -> None:
         """Discard the copies beyond a request's ``computed`` tokens."""
@@ -170,9 +172,12 @@ class RollingCopies:
 
     def drop_all(self, reason: str) -> None:
         """Discard every copy."""
-        for request_id in list(self._spares):
-            self.drop(request_id, reason)
         self._due.clear()
+        spares = [self._take_out(request_id) for request_id in list(self._spares)]
+        for spare in spares:
+            self._pool.free_blocks(spare.blocks)
+        for spare in spares:
+            self._observer.discarded(spare.checkpoint, reason)
 
     def referenced(self) -> Iterable[Checkpoint]:
         """Copies whose spares are referenced now: none, between two steps."""
@@ -187,10 +192,10 @@ class RollingCopies:
         if sources is None:
             return
         request_id = request.request_id
+        former = None
         if request_id in self._spares:
             former = self._take_out(request_id)
             blocks = former.blocks
-            self._observer.discarded(former.checkpoint, "superseded")
         elif self._pool.get_num_free_blocks() < len(sources):
             return
         else:
@@ -208,6 +213,8 @@ class RollingCopies:
         self._spares[request_id] = spare
         self._unpromoted[request_id] = spare
         self._unparked[request_id] = spare
+        if former is not None:
+            self._observer.discarded(former.checkpoint, "superseded")
         self._observer.pinned(checkpoint)
 
     def _running_blocks(
