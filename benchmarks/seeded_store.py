@@ -217,7 +217,7 @@ def add_turn(
             source_external_request_id=source["external_request_id"],
             source_checkpoint_id=source["checkpoint_id"],
             source_boundary=source["boundary"],
-            hit_limited_by="prompt_end",
+            hit_limited_by="attention",
         )
         source["num_hits"] += 1
     elif cached:

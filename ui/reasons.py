@@ -187,9 +187,9 @@ HIT_LIMIT: Final[dict[str, Reason]] = {
         "That gap is what retained checkpoints close.",
     ),
     "attention": Reason(
-        "prefix not cached",
-        "The prompt is new from here on, or the attention blocks below it had left "
-        "the cache.",
+        "nothing deeper cached",
+        "Nothing deeper was cached: the prompt is new from here on, or its blocks had "
+        "left the cache.",
     ),
     "skipped": Reason(
         "cache not read",

@@ -578,6 +578,35 @@ def test_any_two_arms_by_engine_and_time(open_page, seeded_url):
     assert "Sums over" in page_content.texts(at)
 
 
+def test_a_dialog_without_session_ids_is_compared_by_arrival(open_page, empty_url):
+    """Retention off: nothing ties the turns together but their order."""
+    engines = [seeded_store.engine_row(i, f"arm-{i}", 10**18) for i in (1, 2)]
+    engines[0]["retention"] = "off"
+    rows = [
+        seeded_store.request_row(
+            engine,
+            f"chatcmpl-{engine['label']}-{turn}",
+            10**18 + turn,
+            arrival_ns=10**18 + turn,
+            conversation_id=f"c-{turn}" if engine is engines[0] else "c",
+            num_prompt_tokens=100 * (turn + 1),
+            num_cached_tokens=10 * turn,
+            num_output_tokens=7,
+        )
+        for engine in engines
+        for turn in range(3)
+    ]
+    add(empty_url, engines=engines, requests=rows)
+    at = open_page(empty_url, "compare")
+    assert at.code[0].value.splitlines()[1:4] == [
+        "0\t0 / 100 / 7\t0 / 100 / 7",
+        "1\t10 / 200 / 7\t10 / 200 / 7",
+        "2\t20 / 300 / 7\t20 / 300 / 7",
+    ]
+    at.get("button_group")[0].set_value("of each conversation").run()
+    assert at.code[0].value.splitlines()[1].startswith("0\t30 / 600 / 21\t")
+
+
 def test_an_arm_without_requests_says_so(open_page, empty_url, engine):
     at = open_page(empty_url, "compare")
     assert not at.exception

@@ -16,8 +16,9 @@ from ui.queries import RequestFilter
 
 MAX_DRAWN: Final = 40
 MAX_TURNS: Final = 200
+AUTOMATIC: Final = "automatic"
 BY_CONVERSATION: Final = "of each conversation"
-BY_ARRIVAL: Final = "all requests in order of arrival"
+BY_ARRIVAL: Final = "in order of arrival"
 
 
 class Arm(NamedTuple):
@@ -32,7 +33,7 @@ class Chosen(NamedTuple):
 
     a: Arm
     b: Arm
-    one_conversation: bool
+    turns_are: str
 
 
 def controls() -> Chosen | None:
@@ -47,7 +48,7 @@ def controls() -> Chosen | None:
         a = arm_picker("A", "a", options, first)
     with right:
         b = arm_picker("B", "b", options, second)
-    return Chosen(a, b, turn_order() == BY_ARRIVAL)
+    return Chosen(a, b, turn_order())
 
 
 def body(chosen: Chosen | None) -> None:
@@ -60,7 +61,28 @@ def body(chosen: Chosen | None) -> None:
             "make demo",
         )
         return
-    compare(chosen.a, chosen.b, one_conversation=chosen.one_conversation)
+    by_arrival = chosen.turns_are == BY_ARRIVAL
+    if chosen.turns_are == AUTOMATIC:
+        by_arrival = any(needs_arrival(arm.wanted) for arm in (chosen.a, chosen.b))
+    compare(chosen.a, chosen.b, one_conversation=by_arrival)
+
+
+def needs_arrival(wanted: RequestFilter) -> bool:
+    """Whether an arm's requests can only be turns in the order of their arrival.
+
+    As those of a dialog without a session id on an engine with retention off: none
+    reused another's answer, so each is a conversation of its own.
+    """
+
+    def ask() -> bool:
+        queries = shell.queries()
+        requests = queries.count_requests(wanted)
+        if not 1 < requests <= MAX_TURNS:
+            return False
+        return queries.count_conversations(wanted) == requests
+
+    answer: bool = shell.recent(("needs_arrival", wanted), ask)
+    return answer
 
 
 def arm_options(engines: list[dict[str, Any]]) -> dict[str, str]:
@@ -136,16 +158,17 @@ def turn_order() -> str:
     """What a turn is."""
     chosen = st.segmented_control(
         "Turns are those",
-        [BY_CONVERSATION, BY_ARRIVAL],
-        default=BY_CONVERSATION,
+        [AUTOMATIC, BY_CONVERSATION, BY_ARRIVAL],
+        default=AUTOMATIC,
         required=True,
         key="turns",
         bind="query-params",
-        help="By conversation: the n-th requests of all conversations of an arm are "
-        "summed. By arrival: for a dialog whose requests carry no session id and reuse "
-        "nothing of each other.",
+        help="Of each conversation: the n-th requests of all conversations of an arm "
+        "are summed. In order of arrival: all requests of an arm are one dialog. "
+        "Automatic: of each conversation, unless an arm's requests have neither a "
+        "session id nor reuse that would tie them together.",
     )
-    return chosen or BY_CONVERSATION
+    return chosen or AUTOMATIC
 
 
 def compare(a: Arm, b: Arm, *, one_conversation: bool) -> None:
@@ -181,6 +204,8 @@ def compare(a: Arm, b: Arm, *, one_conversation: bool) -> None:
         help="As in vLLM pull request 50551: cached / prompt / completion tokens.",
     )
     several = max(total_a["num_requests"], total_b["num_requests"]) > len(pairs)
+    if one_conversation:
+        st.caption("Turns are the requests of an arm in the order of their arrival.")
     if several:
         st.caption(
             f"Sums over {total_a['num_requests']:,} (A) and "
