@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from copy import copy
 from typing import Final, NamedTuple
 
-from event_consumer.ledger import ClosedRequest, Ledger
+from event_consumer.ledger import Ledger
 from event_consumer.records import (
     GAP_OPEN,
     LOST,
     CheckpointRecord,
+    ClosedRequest,
     EventCounter,
     GapRecord,
     Snapshot,
@@ -120,6 +121,10 @@ class Intake:
         self.ledger.forget(endpoint)
         self._write_stream(endpoint)
         del self.states[endpoint]
+
+    def disconnect(self, endpoint: str, now: float) -> None:
+        """The consumer stops: it hears ``endpoint`` no more."""
+        self.handle(endpoint, self.states[endpoint].on_disconnected(now))
 
     def handle(self, endpoint: str, actions: Iterable[Action]) -> None:
         """Carry out what the endpoint's state machine decided (asking for a replay

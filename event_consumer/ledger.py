@@ -29,6 +29,7 @@ from event_consumer.records import (
     RUNNING,
     STOPPED,
     CheckpointRecord,
+    ClosedRequest,
     EngineRecord,
     RequestRecord,
     Snapshot,
@@ -62,14 +63,6 @@ LINGER_NS: Final = 5_000_000_000
 UNOBSERVED: Final = "unobserved"
 """Eviction reason of a checkpoint that cannot be there any more: more are said to
 live than the engine has blocks, so the event that said so was lost."""
-
-
-class ClosedRequest(NamedTuple):
-    """A request that ended; see :class:`event_consumer.records.RequestSink`."""
-
-    request: RequestRecord
-    checkpoints: list[CheckpointRecord]
-    source: CheckpointRecord | None
 
 
 class Changes(NamedTuple):

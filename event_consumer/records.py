@@ -181,6 +181,14 @@ class GapRecord(msgspec.Struct, kw_only=True, gc=False):
     closed_ns: int | None = None
 
 
+class ClosedRequest(NamedTuple):
+    """A request that ended; the arguments of :meth:`RequestSink.request_closed`."""
+
+    request: RequestRecord
+    checkpoints: list[CheckpointRecord]
+    source: CheckpointRecord | None
+
+
 class Snapshot(NamedTuple):
     """What a consumer needs in order to go on where the store stands.
 

@@ -24,7 +24,14 @@ import zmq.asyncio
 from event_consumer import endpoints
 from event_consumer.endpoints import Endpoint, ResolverError
 from event_consumer.intake import NS, Intake, Taken
-from event_consumer.records import EventCounter, RequestSink
+from event_consumer.records import (
+    DISCONNECTED,
+    CheckpointRecord,
+    ClosedRequest,
+    EventCounter,
+    RequestSink,
+    Snapshot,
+)
 from event_consumer.settings import ConsumerSettings, SettingsError
 from event_consumer.store import Store, StoreError
 from event_consumer.subscriber import TICK_S, Subscriber
@@ -35,6 +42,8 @@ MAX_CHANGES: Final = 100_000
 """Records that may wait for the store before reading stops."""
 RETRY_S: Final = 1.0
 """Pause after the store refused a commit."""
+TELL_AGAIN_NS: Final = 30 * NS
+"""How much, in the engine's time, a killed consumer may have had in its queues."""
 CONFIG_POLL_S: Final = 1.0
 DELETE_EVERY_S: Final = 600.0
 DAY_NS: Final = 86_400 * NS
@@ -110,6 +119,8 @@ class Service:
                 raise self._failure
         finally:
             await _cancel([task for _, _, task in self._subscribers.values()])
+            for endpoint in self._subscribers:
+                self.intake.disconnect(endpoint, time.monotonic())
             await self._drain()
             self._context.destroy(linger=0)
             self._writer.shutdown()
@@ -182,6 +193,7 @@ class Service:
             return
         await self._commit()
         snapshot = await self._in_writer(self._store.load, list(wanted))
+        await self._tell_again(snapshot)
         self.intake.restore(snapshot)
         for name, endpoint in wanted.items():
             state = self.intake.add(name, endpoint.replay, self.settings.times)
@@ -196,6 +208,23 @@ class Service:
             task = asyncio.create_task(subscriber.run(), name=name)
             task.add_done_callback(self._ended)
             self._subscribers[name] = (endpoint, subscriber, task)
+
+    async def _tell_again(self, snapshot: Snapshot) -> None:
+        """Tell the sinks what a consumer that was killed may have had in its queues.
+
+        A stream that says it is connected was not left in order. Ids are derived, so
+        that what had been exported is the same once more.
+        """
+        crashed = [
+            stream.engine_id
+            for stream in snapshot.streams
+            if stream.state != DISCONNECTED and stream.engine_id
+        ]
+        if crashed and self._sinks:
+            closed = await self._in_writer(
+                self._store.recently_closed, crashed, TELL_AGAIN_NS
+            )
+            self._tell(closed, [])
 
     async def _watch_config(self) -> None:
         if self._config is None:
@@ -263,13 +292,15 @@ class Service:
                 logger.warning("The store can be written again.")
                 self.store_error = None
             self._uncommitted = None
-            self._tell(taken)
+            self._tell(taken.closed, taken.evicted)
 
-    def _tell(self, taken: Taken) -> None:
+    def _tell(
+        self, closed: list[ClosedRequest], evicted: list[CheckpointRecord]
+    ) -> None:
         for sink in self._sinks:
-            for closed in taken.closed:
-                sink.request_closed(*closed)
-            for checkpoint in taken.evicted:
+            for each in closed:
+                sink.request_closed(*each)
+            for checkpoint in evicted:
                 sink.checkpoint_evicted(checkpoint)
 
     def _limit(self) -> None:

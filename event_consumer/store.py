@@ -45,6 +45,7 @@ from event_consumer.records import (
     RUNNING,
     STOPPED,
     CheckpointRecord,
+    ClosedRequest,
     EngineRecord,
     GapRecord,
     RequestRecord,
@@ -57,6 +58,7 @@ DEFAULT_URL: Final = "sqlite:///vllm-fork.db"
 SQLITE_BUSY_MS: Final = 10_000
 DELETE_CHUNK: Final = 5_000
 """Rows that one transaction of :meth:`Store.delete_older_than` removes."""
+MAX_RECENTLY_CLOSED: Final = 10_000
 _SCHEMA_LOCK: Final = 5_567_5568
 """Advisory lock under which consumers of one PostgreSQL create the tables."""
 
@@ -325,10 +327,7 @@ class Store:
         with self.reading() as connection:
 
             def records(table: Table, condition: Any) -> list[Any]:
-                names = _written_columns(table)
-                statement = select(*(table.c[name] for name in names))
-                rows = connection.execute(statement.where(condition)).mappings()
-                return [_RECORDS[table](**row) for row in rows]
+                return _records(connection, table, condition)
 
             streams = records(tables.streams, tables.streams.c.endpoint.in_(endpoints))
             current = [stream.engine_id for stream in streams if stream.engine_id]
@@ -395,6 +394,60 @@ class Store:
                 },
             )
 
+    def recently_closed(
+        self, engine_ids: Sequence[str], within_ns: int
+    ) -> list[ClosedRequest]:
+        """Requests that ended within the last ``within_ns`` of each engine's time, in
+        that order, at most :data:`MAX_RECENTLY_CLOSED` an engine.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        requests, checkpoints = tables.requests, tables.checkpoints
+        found: list[ClosedRequest] = []
+        with self.reading() as connection:
+            for engine_id in engine_ids:
+                of_engine = requests.c.engine_id == engine_id
+                last_ns = connection.scalar(
+                    select(func.max(requests.c.last_event_ns)).where(of_engine)
+                )
+                rows = _records(
+                    connection,
+                    requests,
+                    of_engine,
+                    requests.c.status != OPEN,
+                    requests.c.last_event_ns >= (last_ns or 0) - within_ns,
+                    order=requests.c.last_event_ns.desc(),
+                    limit=MAX_RECENTLY_CLOSED,
+                )
+                names = [row.request_id for row in rows]
+                sources = [row.source_checkpoint_id for row in rows]
+                near = _records(
+                    connection,
+                    checkpoints,
+                    checkpoints.c.engine_id == engine_id,
+                    or_(
+                        checkpoints.c.request_id.in_(names),
+                        checkpoints.c.checkpoint_id.in_(
+                            [source for source in sources if source is not None]
+                        ),
+                    ),
+                    order=checkpoints.c.checkpoint_id,
+                )
+                by_id = {each.checkpoint_id: each for each in near}
+                by_request: dict[str, list[CheckpointRecord]] = {}
+                for each in near:
+                    by_request.setdefault(each.request_id, []).append(each)
+                found += [
+                    ClosedRequest(
+                        row,
+                        by_request.get(row.request_id, []),
+                        by_id.get(row.source_checkpoint_id),
+                    )
+                    for row in reversed(rows)
+                ]
+        return found
+
     def delete_older_than(self, cutoff_ns: int) -> int:
         """Delete what had its last event before ``cutoff_ns``; returns the rows.
 
@@ -435,6 +488,19 @@ class Store:
                     if num_rows < DELETE_CHUNK:
                         break
         return num_deleted
+
+
+def _records(
+    connection: Connection,
+    table: Table,
+    *conditions: Any,
+    order: Any = None,
+    limit: int | None = None,
+) -> list[Any]:
+    columns = [table.c[name] for name in _written_columns(table)]
+    statement = select(*columns).where(*conditions).order_by(order).limit(limit)
+    kind = _RECORDS[table]
+    return [kind(**row) for row in connection.execute(statement).mappings()]
 
 
 def _configure_sqlite(connection: Any, _record: object) -> None:

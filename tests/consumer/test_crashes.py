@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from event_consumer import tables
+from event_consumer.otlp_receiver import OtlpReceiver
 
 
 def has_all(rows, url: str, endpoint: str, num_events: int) -> bool:
@@ -34,16 +35,16 @@ def test_a_consumer_killed_at_random_points_leaves_the_same_store(
     of the same stream is the same, row by row."""
     rng = random.Random(num_events)
     quiet, killed = (f"sqlite:///{tmp_path}/{name}.db" for name in ("quiet", "killed"))
-    engine = start_engine(events=num_events, rate=num_events / (2 * num_kills))
+    engine = start_engine(events=num_events, rate=num_events / (3 * num_kills))
     start_consumer(quiet, engine)
     seen: list[int] = []
-    for _ in range(num_kills):
+    for target in sorted(rng.sample(range(num_events), num_kills)):
         consumer = start_consumer(killed, engine)
-        wait_for(lambda: consumer.says("is connected"))  # noqa: B023
+        wait_for(lambda: has_all(rows, killed, engine.endpoint, target))  # noqa: B023
         with contextlib.suppress(subprocess.TimeoutExpired):
-            consumer.process.wait(rng.uniform(0.0, 1.0))
+            consumer.process.wait(rng.uniform(0.0, 0.2))
         consumer.kill()
-        seen.append(sum(row["num_events"] for row in rows(killed, tables.streams)))
+        seen.append(rows(killed, tables.streams)[0]["num_events"])
     start_consumer(killed, engine)
     assert engine.said() == {"events": num_events}
     for url in (quiet, killed):
@@ -134,3 +135,36 @@ def test_sigterm_commits_what_was_read(
     assert consumer.says("Stopped in order")
     assert rows(sqlite_url, tables.streams)[0]["num_events"] == 1_000
     assert len(rows(sqlite_url, tables.requests)) > 100
+
+
+def test_spans_that_died_with_the_consumer_are_exported_after_all(
+    start_engine, start_consumer, sqlite_url, free_port, rows, wait_for
+):
+    """The collector was away, the consumer was killed; both come back."""
+    engine = start_engine(events=600)
+    otlp = ("--otlp", f"http://127.0.0.1:{free_port}")
+    consumer = start_consumer(sqlite_url, engine, arguments=otlp)
+    wait_for(lambda: has_all(rows, sqlite_url, engine.endpoint, 600))
+    consumer.kill()
+    assert rows(sqlite_url, tables.streams)[0]["state"] != "disconnected"
+    expected = {
+        r["span_id"] for r in rows(sqlite_url, tables.requests, status="finished")
+    }
+    with OtlpReceiver(grpc_port=free_port) as receiver:
+        consumer = start_consumer(sqlite_url, engine, arguments=otlp)
+        wait_for(
+            lambda: (
+                expected
+                == {span.span_id for span in receiver.spans("kv_cache.request")}
+            )
+        )
+        linked = [span for span in receiver.spans("kv_cache.request") if span.links]
+        assert linked
+        # Stopped in order, it leaves nothing to tell again.
+        assert consumer.stop() == 0
+        assert rows(sqlite_url, tables.streams)[0]["state"] == "disconnected"
+        receiver.clear()
+        consumer = start_consumer(sqlite_url, engine, arguments=otlp)
+        wait_for(lambda: rows(sqlite_url, tables.streams, state="live"))
+        assert consumer.stop() == 0
+        assert receiver.spans("kv_cache.request") == []

@@ -351,7 +351,6 @@ def asked(tmp_path_factory):
 )
 def test_requests_are_found(asked, options, expected):
 
-
     result = CliRunner().invoke(
         app, ["requests", "--store", asked, "--json", *options.split()]
     )
