@@ -219,7 +219,10 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _sentence(error: ValidationError, config: Path | None) -> str:
     """The first thing that is wrong, in one sentence."""
-    first = error.errors()[0]
+    errors = error.errors()
+    # A misspelt name also leaves the right one missing; the spelling tells more.
+    misspelt = (each for each in errors if each["type"] == "extra_forbidden")
+    first = next(misspelt, errors[0])
     path = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
         where = ".".join(path)
