@@ -12,27 +12,37 @@ REST: Final = 4.0
 """An answer that took t seconds is kept REST * t: a fifth of a core at most."""
 
 
+class _Kept:
+    """An answer, until when it is good, and the lock of whoever computes it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.good_until = float("-inf")
+        self.answer: Any = None
+
+
 class RecentAnswers:
-    """Answers by question; safe from many threads. An error is not kept."""
+    """Answers by question; safe from many threads. An error is not kept.
+
+    Whoever asks while another computes the same answer waits for that one.
+    """
 
     def __init__(self, limit: int = 64) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._answers: dict[Hashable, tuple[float, Any]] = {}
+        self._answers: dict[Hashable, _Kept] = {}
 
     def ask(self, question: Hashable, compute: Callable[[], Any]) -> Any:
         """The answer to ``question``: computed, unless a recent one is still good."""
         with self._lock:
-            kept = self._answers.get(question)
-            if kept is not None and time.monotonic() < kept[0]:
-                return kept[1]
-        started = time.monotonic()
-        answer = compute()
-        ended = time.monotonic()
-        good_until = ended + max(FRESH_S, REST * (ended - started))
-        with self._lock:
-            self._answers.pop(question, None)
-            self._answers[question] = (good_until, answer)
+            kept = self._answers.pop(question, None) or _Kept()
+            self._answers[question] = kept  # asked last, forgotten last
             while len(self._answers) > self._limit:
                 del self._answers[next(iter(self._answers))]
-        return answer
+        with kept.lock:
+            started = time.monotonic()
+            if started >= kept.good_until:
+                kept.answer = compute()
+                ended = time.monotonic()
+                kept.good_until = ended + max(FRESH_S, REST * (ended - started))
+            return kept.answer

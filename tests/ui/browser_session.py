@@ -38,16 +38,26 @@ def free_port() -> int:
 
 
 @contextmanager
-def app_server(store_url: str, jaeger_url: str = "") -> Iterator[str]:
-    """``streamlit run ui/app.py`` over a store; its address, with a final slash."""
+def app_server(
+    store_url: str, jaeger_url: str = "", *, as_module: bool = False
+) -> Iterator[str]:
+    """``streamlit run ui/app.py`` over a store; its address, with a final slash.
+
+    Args:
+        as_module: start it with ``python -m ui`` instead.
+    """
     port = free_port()
+    command = [
+        *(sys.executable, "-m", "streamlit", "run", str(ROOT / "ui" / "app.py")),
+        *("--server.address", "127.0.0.1", "--server.port", str(port)),
+        *("--", "--store", store_url),
+    ]
+    if as_module:
+        module = [sys.executable, "-m", "ui"]
+        command = [*module, "--port", str(port), "--store", store_url]
     environ = os.environ | {"VLLM_FORK_JAEGER_URL": jaeger_url}
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "streamlit", "run", str(ROOT / "ui" / "app.py")),
-            *("--server.address", "127.0.0.1", "--server.port", str(port)),
-            *("--", "--store", store_url),
-        ],
+        command,
         cwd=ROOT,
         env=environ,
         stdout=subprocess.DEVNULL,

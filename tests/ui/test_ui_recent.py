@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from ui import recent
@@ -63,3 +67,25 @@ def test_memory_is_bounded(clock):
         answers.ask(question, lambda question=question: question)
     assert len(answers._answers) == 3
     assert answers.ask(9, lambda: "anew") == 9
+
+
+def test_many_who_ask_at_once_cost_one_answer():
+    """Twenty viewers of one page, while the answer takes its time."""
+    answers, asked = recent.RecentAnswers(), []
+    all_ask = threading.Barrier(20)
+
+    def compute() -> str:
+        asked.append(1)
+        deadline = time.monotonic() + 0.2
+        while time.monotonic() < deadline:
+            pass
+        return "answer"
+
+    def view() -> str:
+        all_ask.wait(10)
+        return answers.ask("q", compute)
+
+    with ThreadPoolExecutor(20) as pool:
+        found = [view.result(20) for view in [pool.submit(view) for _ in range(20)]]
+    assert found == ["answer"] * 20
+    assert len(asked) == 1
