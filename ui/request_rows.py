@@ -92,7 +92,9 @@ def limit_cell(row: dict[str, Any]) -> Cell:
     if not code:
         return table.text("—", quiet=True)
     reason = reasons.hit_limit(code)
-    return table.text(reason.short, quiet=code == "prompt_end", help=reason.in_full)
+    return table.text(
+        reason.short, quiet=code in ("prompt_end", "attention"), help=reason.in_full
+    )
 
 
 def outcome_cell(row: dict[str, Any]) -> Cell:

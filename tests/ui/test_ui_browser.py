@@ -178,6 +178,12 @@ def test_a_filter_is_in_the_address(page, address):
     assert "q=arm-off-turn" in page.url
     page.reload()
     expect(page.locator("tr.row")).to_have_count(5)
+    page.get_by_role("textbox", name="Search").fill("nobody is called this")
+    page.get_by_role("textbox", name="Search").press("Enter")
+    page.get_by_role("button", name="Clear all filters").click()
+    expect(page.locator("tr.row")).to_have_count(50)
+    expect(page.get_by_role("textbox", name="Search")).to_have_value("")
+    assert "q=" not in page.url
 
 
 @pytest.mark.parametrize(

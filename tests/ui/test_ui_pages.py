@@ -191,6 +191,10 @@ def test_a_filter_without_a_match_says_so(open_page, seeded_url):
     at = open_page(seeded_url, "requests", q="nothing is called this")
     assert "No request matches these filters" in page_content.texts(at)
     assert "**0** requests" in page_content.texts(at)
+    at.button[0].click().run()
+    assert not at.exception
+    assert at.text_input(key="q").value == ""
+    assert len(page_content.table(at, "Requests")) == 50
 
 
 def test_pages_of_the_list(open_page, seeded_url):

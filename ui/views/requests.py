@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import streamlit as st
 
@@ -19,6 +19,19 @@ SORT_WORDS: Final = {
     "recomputed": "Most prompt tokens computed",
     "reused": "Most prompt tokens reused",
     "prompt": "Longest prompt",
+}
+NO_FILTER: Final[dict[str, Any]] = {
+    "q": "",
+    "outcome": [],
+    "label": [],
+    "limit": [],
+    "status": [],
+    "finish": [],
+    "model": [],
+    "engine": [],
+    "computed": 0,
+    "incomplete": False,
+    "range": shell.DEFAULT_RANGE,
 }
 STATUS_WORDS: Final = {
     "open": "running",
@@ -277,6 +290,18 @@ def no_rows(wanted: RequestFilter) -> None:
             "No request matches these filters",
             "The store holds others: take a filter away, or choose a longer range.",
         )
+        if st.button(
+            "Clear all filters",
+            icon=":material/filter_alt_off:",
+            on_click=clear_filters,
+        ):
+            st.rerun()
+
+
+def clear_filters() -> None:
+    """Every filter back to what it is when the page is opened."""
+    for key, nothing in NO_FILTER.items():
+        st.session_state[key] = nothing
 
 
 shell.show_with_controls(
