@@ -32,7 +32,7 @@ test-nightly: setup system-packages ## The long suites
 	$(VENV)/python -m pytest -m nightly --timeout 3600 $(PYTEST)
 
 test-compose: setup system-packages ## docker compose, on a Docker engine where one can be had
-	$(VENV)/python -m pytest -m nightly --timeout 3600 -s tests/compose $(PYTEST)
+	$(VENV)/python -m pytest -m nightly --timeout 3600 --maxfail 3 --tb short -s tests/compose $(PYTEST)
 
 lint: setup ## ruff and mypy
 	$(VENV)/ruff check .

@@ -39,7 +39,8 @@ RUN apt-get update \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp app \
     && mkdir /models && chown app:app /models
 COPY --from=build /opt/venv /opt/venv
-RUN PYTHONDONTWRITEBYTECODE=1 /opt/venv/bin/python -c 'import torch, vllm._C_AVX2, vllm_fork.scheduler'
+RUN PYTHONDONTWRITEBYTECODE=1 /opt/venv/bin/python -c \
+    'import ctypes, torch, vllm, vllm_fork.scheduler; ctypes.CDLL(vllm.__path__[0] + "/_C_AVX2.abi3.so")'
 COPY docker/engine-entrypoint.sh /usr/local/bin/engine-entrypoint
 # Caches go to the tmpfs: the root is read-only.
 ENV PATH=/opt/venv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 DO_NOT_TRACK=1
