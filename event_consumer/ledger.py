@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from event_consumer import trace_ids
+from event_consumer.kv_events import hash_text
 from event_consumer.records import (
     DISCARDED,
     ENGINE_LOST,
@@ -99,6 +100,8 @@ class _Epoch(msgspec.Struct):
     lives: dict[str, _Life]
     live: dict[int, _Live]
     lingering: dict[str, _Life]
+    by_hash: dict[str, CheckpointRecord]
+    """Published checkpoints by their block hash."""
     recent: dict[str, None]
     applied_seq: int = -1
 
@@ -137,7 +140,7 @@ class Ledger:
     def restore(self, snapshot: Snapshot) -> None:
         """Go on where a former consumer's store stands."""
         for engine in snapshot.engines:
-            self._epochs[engine.engine_id] = _Epoch(engine, {}, {}, {}, {})
+            self._epochs[engine.engine_id] = _Epoch(engine, {}, {}, {}, {}, {})
         for stream in snapshot.streams:
             if stream.engine_id in self._epochs:
                 self._current[stream.endpoint] = stream.engine_id
@@ -156,6 +159,8 @@ class Ledger:
                         (checkpoint.engine_id, checkpoint.request_id)
                     ),
                 )
+                if checkpoint.block_hash is not None:
+                    epoch.by_hash[checkpoint.block_hash] = checkpoint
             life = epoch.lives.get(checkpoint.request_id)
             if life is not None:
                 life.checkpoints.append(checkpoint)
@@ -213,6 +218,22 @@ class Ledger:
             epoch.engine.status = LOST
             self._engines[id(epoch.engine)] = epoch.engine
             self._end_all(epoch)
+
+    def attention_evicted(
+        self, endpoint: str, block_hashes: Iterable[str], time_ns: int
+    ) -> None:
+        """Attention blocks of the engine at ``endpoint`` left the cache: a published
+        checkpoint of that hash is there, and of no use any more."""
+        epoch = self._epochs.get(self._current.get(endpoint, ""))
+        if epoch is None:
+            return
+        for block_hash in block_hashes:
+            checkpoint = epoch.by_hash.get(block_hash)
+            if checkpoint is not None and checkpoint.attention_evicted_ns is None:
+                checkpoint.attention_evicted_ns = time_ns
+                self._checkpoints[id(checkpoint)] = checkpoint
+                if self._tells:
+                    self._evictions.append(copy(checkpoint))
 
     def forget(self, endpoint: str) -> None:
         """``endpoint`` is not watched any more: its engine cannot be seen."""
@@ -284,7 +305,7 @@ class Ledger:
             label=batch.label,
             model_name=batch.model_name,
         )
-        epoch = self._epochs[batch.engine_id] = _Epoch(engine, {}, {}, {}, {})
+        epoch = self._epochs[batch.engine_id] = _Epoch(engine, {}, {}, {}, {}, {})
         return epoch
 
     def _supersede(self, endpoint: str, engine_id: str) -> None:
@@ -304,6 +325,12 @@ class Ledger:
             checkpoint = live.checkpoint
             checkpoint.stage = _stage_of(checkpoint)
             self._checkpoints[id(checkpoint)] = checkpoint
+
+    @staticmethod
+    def _forget_hash(epoch: _Epoch, checkpoint: CheckpointRecord) -> None:
+        block_hash = checkpoint.block_hash
+        if block_hash is not None and epoch.by_hash.get(block_hash) is checkpoint:
+            del epoch.by_hash[block_hash]
 
     def _end_all(self, epoch: _Epoch) -> None:
         """Every open request and live checkpoint ends with the engine."""
@@ -345,6 +372,7 @@ class Ledger:
             live = epoch.live.pop(next(iter(epoch.live)))
             live.checkpoint.stage = EVICTED
             live.checkpoint.eviction_reason = UNOBSERVED
+            self._forget_hash(epoch, live.checkpoint)
             self._checkpoints[id(live.checkpoint)] = live.checkpoint
 
     # -- engine events -------------------------------------------------------
@@ -370,6 +398,7 @@ class Ledger:
         self._end_all(epoch)
         epoch.lives.clear()
         epoch.live.clear()
+        epoch.by_hash.clear()
 
     def _events_dropped(self, epoch: _Epoch, event: EventsDropped) -> None:
         epoch.engine.events_dropped += event.count
@@ -587,9 +616,8 @@ class Ledger:
         checkpoint.published_ns = event.time_unix_ns
         block_hash = event.block_hash
         if block_hash is not None:
-            checkpoint.block_hash = (
-                block_hash.hex() if isinstance(block_hash, bytes) else str(block_hash)
-            )
+            checkpoint.block_hash = hash_text(block_hash)
+            epoch.by_hash[checkpoint.block_hash] = checkpoint
         self._settle(epoch, life)
 
     def _discarded(self, epoch: _Epoch, event: CheckpointDiscarded) -> None:
@@ -604,6 +632,7 @@ class Ledger:
         live = epoch.live.pop(event.checkpoint_id, None)
         if live is not None:
             checkpoint = live.checkpoint
+            self._forget_hash(epoch, checkpoint)
         else:
             life = epoch.lives.get(event.request_id)
             checkpoint = self._new_checkpoint(epoch, event, life)

@@ -21,6 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from event_consumer.endpoints import Endpoint
 from event_consumer.intake import Intake
+from event_consumer.kv_events import KvEventReader
 from event_consumer.settings import SettingsError
 from event_consumer.stream_state import (
     UNREADABLE,
@@ -111,12 +112,14 @@ class Subscriber:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(monitor))
                 tasks.create_task(self._read_live(socket))
+                if self._endpoint.kv_events is not None:
+                    tasks.create_task(self._read_kv_events(self._endpoint.kv_events))
         finally:
             await self._stop_replay()
             socket.disable_monitor()
             socket.close(linger=0)
 
-    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+    def _socket(self, kind: int, *, curve: bool = True) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.maxmsgsize = MAX_MESSAGE_BYTES
@@ -126,7 +129,7 @@ class Subscriber:
         socket.heartbeat_timeout = 3 * PING_MS
         if "[" in self._endpoint.endpoint:
             socket.ipv6 = True
-        if self._curve is not None:
+        if curve and self._curve is not None:
             socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
                 self._curve
             )
@@ -226,6 +229,31 @@ class Subscriber:
         if not decoded.batch.engine_id:
             raise ValueError("it names no engine (another program's events?)")
         return decoded
+
+    # -- vLLM's own stream ---------------------------------------------------
+
+    async def _read_kv_events(self, endpoint: str) -> None:
+        socket = self._socket(zmq.SUB, curve=False)
+        socket.subscribe(b"")
+        reader = KvEventReader()
+        try:
+            socket.connect(endpoint)
+            while True:
+                await self._gate.wait()
+                self._on_kv_events(reader, await socket.recv_multipart())
+        finally:
+            socket.close(linger=0)
+
+    def _on_kv_events(self, reader: KvEventReader, frames: list[bytes]) -> None:
+        try:
+            removed = reader.read(frames[-1])
+        except msgspec.DecodeError as error:
+            self._intake.undecodable(self._endpoint.endpoint, str(error))
+            return
+        if removed.block_hashes:
+            self._intake.ledger.attention_evicted(
+                self._endpoint.endpoint, removed.block_hashes, removed.time_ns
+            )
 
     # -- replay --------------------------------------------------------------
 
