@@ -102,7 +102,10 @@ def _follow_up(
     """Time to first token of a follow-up turn, against its new tokens alone.
 
     Both kinds of prompt are asked in turn, with fresh new tokens each time, so that
-    no state is found but the one the former answer left.
+    no state is found but the one the former answer left. vLLM runs a prompt's last
+    tokens, those behind the last multiple of the hash unit, as a step of their own:
+    where that is a single token for one of the two kinds it is a cheap decode step,
+    and the ratio says more about that than about reuse.
     """
     said = before.prompt + before.tokens
     count = len(after.prompt) - len(said)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 
 import zmq
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from vllm_fork.events import DEFAULT_ENDPOINT, DEFAULT_TOPIC, BatchDecoder
 

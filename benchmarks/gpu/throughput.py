@@ -63,9 +63,11 @@ def _subscriber() -> Iterator[dict[str, int]]:
     received: dict[str, int] = {}
     try:
         yield received
-    finally:
         output, _ = process.communicate("stop\n", timeout=30)
         received.update(json.loads(output))
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _prompts(running: int, block: int) -> list[list[int]]:
