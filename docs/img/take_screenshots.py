@@ -2,7 +2,7 @@
 
 Each page at 1280 pixels in the light and the dark theme, and two of them at 390.
 
-    python docs/img/take_screenshots.py
+    python docs/img/take_screenshots.py [NAME]...
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Shot(NamedTuple):
 
 
 HEALTHY: Final = (
-    Shot("overview", "", 1330),
+    Shot("overview", "", 1610),
     Shot("requests", "requests", 880),
     Shot("request", "request?request=chatcmpl-arm-on-turn-1", 1330),
     Shot(
@@ -83,10 +83,13 @@ def main() -> None:
             args=list(browser_session.CHROMIUM_FLAGS),
         )
         for name, shots in (("healthy", HEALTHY), ("troubled", TROUBLED)):
+            wanted = [s for s in shots if not sys.argv[1:] or s.name in sys.argv[1:]]
+            if not wanted:
+                continue
             url = f"sqlite:///{Path(folder) / name}.db"
             seeded_store.seed(url, num_requests=3000, healthy=name == "healthy")
             with browser_session.app_server(url, "http://127.0.0.1:16686") as address:
-                for shot in shots:
+                for shot in wanted:
                     for theme in ("light", "dark"):
                         take(browser, address, shot, theme)
         browser.close()
