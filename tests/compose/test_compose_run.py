@@ -80,8 +80,8 @@ def test_dashboard_cannot_write(stack):
         "import os, psycopg\n"
         "url = os.environ['VLLM_FORK_STORE_URL']\n"
         "with psycopg.connect(url) as connection:\n"
-        "    print(connection.execute('select count(*) from meta').fetchone()[0])\n"
         "    connection.execute('set transaction read write')\n"
+        "    print(connection.execute('select count(*) from meta').fetchone()[0])\n"
         "    connection.execute('delete from meta')\n"
     )
     said = stack.docker(
