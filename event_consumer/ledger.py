@@ -274,27 +274,6 @@ class Ledger:
         num_records = len(self._engines) + len(self._requests)
         return num_records + len(self._checkpoints) + len(self._hits)
 
-    def num_open_requests(self) -> int:
-        """Requests now under way, over all engines that run."""
-        return sum(len(epoch.lives) for epoch in self._running())
-
-    def num_pinned_blocks(self) -> int:
-        """Blocks that pinned and promoted checkpoints hold, over all engines."""
-        return sum(
-            live.checkpoint.num_blocks or 0
-            for epoch in self._running()
-            for live in epoch.live.values()
-            if live.checkpoint.stage in (PINNED, PROMOTED)
-        )
-
-    def engine(self, engine_id: str) -> EngineRecord | None:
-        """The record of an epoch that is still kept."""
-        epoch = self._epochs.get(engine_id)
-        return epoch.engine if epoch else None
-
-    def _running(self) -> Iterable[_Epoch]:
-        return (e for e in self._epochs.values() if e.engine.status == RUNNING)
-
     # -- epochs --------------------------------------------------------------
 
     def _begin(self, endpoint: str, batch: EventBatch) -> _Epoch:

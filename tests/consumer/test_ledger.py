@@ -110,7 +110,6 @@ def test_a_life_from_admission_to_eviction(told):
     )
     told.tell(*told.publish("a", 1)[:2])
     assert told.checkpoints[1].stage == "promoted"
-    assert told.ledger.num_pinned_blocks() == 1
     told.tell(
         told.stage(CheckpointPinned, "a", 2),
         told.stage(
@@ -149,7 +148,7 @@ def test_a_life_from_admission_to_eviction(told):
         4,
     )
     assert told.evicted == [second]
-    assert told.ledger.num_open_requests() == 0
+    assert told.ledger._epochs["e"].lives == {}
 
 
 def test_a_hit_is_counted_and_handed_out_with_the_request(told):
@@ -424,12 +423,14 @@ def test_a_ledger_goes_on_from_the_store(seed, cuts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cut")
     stores = [Store(f"sqlite:///{folder}/{name}.db") for name in ("whole", "cut")]
     ledgers = [Ledger(), Ledger()]
+    closed: list[list[Any]] = [[], []]
     for number, batch in enumerate(history(seed, 600)):
         stream = StreamRecord(endpoint="here", engine_id="e", applied_seq=number)
-        for store, ledger in zip(stores, ledgers, strict=True):
+        for store, ledger, ended in zip(stores, ledgers, closed, strict=True):
             sent = EventBatch(0.0, batch, 0, engine_id="e")
             ledger.apply("here", number, sent, batch)
             changed = ledger.take_changes()
+            ended += ledger.take_closed()
             store.commit(
                 ChangeSet.of(
                     **changed._asdict(),
@@ -452,3 +453,11 @@ def test_a_ledger_goes_on_from_the_store(seed, cuts, tmp_path_factory):
             )
         store.close()
     assert found[0] == found[1]
+    sources = [
+        [(c.request, c.source and c.source.checkpoint_id) for c in each]
+        for each in closed
+    ]
+    assert sources[0] == sources[1]
+    assert [[c.checkpoint_id for c in each.checkpoints] for each in closed[0]] == [
+        [c.checkpoint_id for c in each.checkpoints] for each in closed[1]
+    ]
