@@ -1,7 +1,8 @@
-"""One real CPU engine with retention on, in this process, for many tests."""
+"""A real CPU engine with retention on, in this process, for the tests of a module."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import random
@@ -177,7 +178,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
     return value
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(
     model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
@@ -218,3 +219,5 @@ def engine(
         )
         yield Engine(llm, events, kv_events)
         llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
