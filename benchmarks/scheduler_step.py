@@ -1,0 +1,255 @@
+"""What checkpoint retention adds to a scheduler step while requests decode.
+
+One engine an arm, each vLLM's own scheduler and KV-cache manager with a worker that
+does nothing; a step is ``schedule`` and ``update_from_output``, one step in flight
+under ``--scheduler async`` as in vLLM's engine core. Arms: ``stock``; ``stock_again``,
+whose ratio to ``stock`` is the noise; ``retention`` (block boundaries alone),
+``exact_tail`` and ``copy64``, each without events and, as ``<arm>_events``, with the
+real publisher. Requests start at lengths spread over a block, so that block boundaries
+and copies spread over the steps.
+
+The arms take turns of a few steps in an order drawn anew each round; a round's step
+time of an arm is the median of its turn, and ratios are taken within a round. Time is
+the CPU time of the stepping thread, which other work on the machine stretches less;
+``--clock wall`` shows waits as well::
+
+    python benchmarks/scheduler_step.py --json
+
+prints ``{"ratio": {"<arm>@<running>": …}, "aa_spread": …, "extra_us_per_request_step":
+{…}}``: medians over the rounds. ``aa_spread`` is the largest distance of a
+``stock_again`` ratio from 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_fork.model_free import make_request, make_scheduler
+from vllm_fork.scheduler import with_checkpoints
+
+BLOCK: Final = 1056
+HASH_UNIT: Final = 16
+SAMPLED_TOKEN: Final = 11
+STEPS_A_TURN: Final = 8
+MODES: Final[dict[str, dict[str, Any]]] = {
+    "retention": {"exact_tail": False},
+    "exact_tail": {"exact_tail": True},
+    "copy64": {"exact_tail": True, "copy_interval": 64},
+}
+
+
+class Arm:
+    """One scheduler that decodes ``num_running`` requests without end."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any] | None,
+        num_running: int,
+        is_async: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        cls: type[Scheduler] = AsyncScheduler if is_async else Scheduler
+        if settings is not None:
+            cls = with_checkpoints(cls)
+        self.scheduler = make_scheduler(
+            cls,
+            block_size=BLOCK,
+            hash_unit=HASH_UNIT,
+            num_blocks=16 * num_running + 100,
+            max_num_seqs=num_running,
+            async_scheduling=is_async,
+            settings=settings,
+        )
+        self._in_flight: SchedulerOutput | None = None
+        self._is_async = is_async
+        self._clock = clock
+        self._known: dict[str, int] = {}
+        numbers = random.Random(0)
+        for i in range(num_running):
+            length = 20 + i * BLOCK // num_running
+            prompt = [numbers.randrange(20, 500) for _ in range(length)]
+            self.scheduler.add_request(
+                make_request(f"request-{i}", prompt, hash_unit=HASH_UNIT)
+            )
+        while self.scheduler.waiting or any(
+            request.is_prefill_chunk for request in self.scheduler.running
+        ):
+            self.step()
+
+    def step(self) -> float:
+        """Seconds that one step takes the engine's thread."""
+        clock = self._clock
+        begin = clock()
+        output = self.scheduler.schedule()
+        scheduled = clock() - begin
+        if self._is_async:
+            output, self._in_flight = self._in_flight, output
+        if output is None:
+            return scheduled
+        result = self._run(output)
+        begin = clock()
+        self.scheduler.update_from_output(output, result)
+        return scheduled + clock() - begin
+
+    def turn(self) -> float:
+        """The median step time (s) of a turn."""
+        return statistics.median(self.step() for _ in range(STEPS_A_TURN))
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+
+    def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One token for every request that has all its tokens behind it."""
+        for new in output.scheduled_new_reqs:
+            self._known[new.req_id] = len(new.prompt_token_ids or ())
+            self._known[new.req_id] -= new.num_computed_tokens
+        request_ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            left = self._known[request_id] - num_tokens
+            sampled.append([SAMPLED_TOKEN] if left <= 0 else [])
+            self._known[request_id] = max(left, 1)
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={r: i for i, r in enumerate(request_ids)},
+            sampled_token_ids=sampled,
+        )
+
+
+def arm_settings() -> dict[str, dict[str, Any] | None]:
+    """The settings of each arm; None: vLLM alone."""
+    settings: dict[str, dict[str, Any] | None] = {"stock": None, "stock_again": None}
+    on = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
+    for name, mode in MODES.items():
+        settings[name] = {"retain": True, **mode, "events": {"enabled": False}}
+        settings[f"{name}_events"] = {
+            "retain": True,
+            **mode,
+            "events": {"enabled": True, **on},
+        }
+    return settings
+
+
+def measure(
+    num_running: int,
+    num_rounds: int,
+    deadline: float,
+    is_async: bool,
+    clock: Callable[[], float],
+    seed: int,
+) -> dict[str, list[float]]:
+    """Each arm's step time (s) in each round; fewer rounds if time is short."""
+    arms = {
+        name: Arm(settings, num_running, is_async, clock)
+        for name, settings in arm_settings().items()
+    }
+    for arm in arms.values():
+        arm.turn()
+    # As vLLM's engine core does once it has started.
+    gc.collect()
+    gc.freeze()
+    rounds: dict[str, list[float]] = {name: [] for name in arms}
+    order = random.Random(seed)
+    for _ in range(num_rounds):
+        names = list(arms)
+        order.shuffle(names)
+        for name in names:
+            rounds[name].append(arms[name].turn())
+        if time.monotonic() > deadline:
+            break
+    for arm in arms.values():
+        arm.close()
+    gc.unfreeze()
+    return rounds
+
+
+def compare(rounds: dict[str, list[float]], num_running: int) -> dict[str, Any]:
+    """Median ratio to ``stock`` and extra µs a request and step, by arm."""
+    stock = rounds["stock"]
+    found = {}
+    for name, times in rounds.items():
+        if name == "stock":
+            continue
+        pairs = list(zip(times, stock, strict=True))
+        found[name] = (
+            statistics.median(mine / other for mine, other in pairs),
+            statistics.median(mine - other for mine, other in pairs)
+            * 1e6
+            / num_running,
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument(
+        "--seconds", type=float, default=85, help="after the imports; fewer rounds"
+    )
+    parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
+    parser.add_argument("--scheduler", choices=["sync", "async"], default="async")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    ratio: dict[str, float] = {}
+    extra: dict[str, float] = {}
+    start = time.monotonic()
+    for i, num_running in enumerate(args.running):
+        left = start + args.seconds - time.monotonic()
+        rounds = measure(
+            num_running,
+            args.rounds,
+            time.monotonic() + left / (len(args.running) - i),
+            args.scheduler == "async",
+            time.thread_time if args.clock == "cpu" else time.perf_counter,
+            args.seed,
+        )
+        stock_us = statistics.median(rounds["stock"]) * 1e6
+        print(
+            f"{num_running} running, {len(rounds['stock'])} rounds: a stock step takes "
+            f"{stock_us:.0f} µs",
+            file=sys.stderr,
+        )
+        for name, (times, more) in compare(rounds, num_running).items():
+            ratio[f"{name}@{num_running}"] = round(times, 4)
+            extra[f"{name}@{num_running}"] = round(more, 4)
+            print(
+                f"  {name:20} x {times:.4f}  {more:+.3f} µs a request and step",
+                file=sys.stderr,
+            )
+    aa_spread = max(
+        abs(value - 1)
+        for name, value in ratio.items()
+        if name.startswith("stock_again@")
+    )
+    report = {
+        "ratio": ratio,
+        "aa_spread": round(aa_spread, 4),
+        "extra_us_per_request_step": extra,
+    }
+    print(json.dumps(report) if args.json else f"A/A spread {aa_spread:.4f}")
+
+
+if __name__ == "__main__":
+    main()
