@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -21,32 +22,22 @@ from vllm_fork.events import DEFAULT_TOPIC, END_OF_REPLAY, EventBatch, seq_to_by
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--events", type=int, default=100_000)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("stream", type=Path, help="file that write_stream() made")
+    parser.add_argument("--events", type=int, help="at most so many")
     parser.add_argument("--rate", type=float, default=0, help="events/s; 0: no pause")
     args = parser.parse_args()
 
-    engine_id = Lifecycles(seed=args.seed).engine_id()
-    encode = msgspec.msgpack.Encoder().encode
-
-    def payload(events: list, heartbeat: bool = False) -> bytes:
-        batch = EventBatch(
-            time.time(),
-            events,
-            0,
-            engine_id=engine_id,
-            label="feed",
-            model_name="scripted",
-            heartbeat=heartbeat,
-        )
-        return encode(batch)
-
+    stream = read_stream(args.stream)
+    engine_id = stream.engine_id
     topic = DEFAULT_TOPIC.encode()
-    stream = batches(Lifecycles(seed=args.seed, cache=20_000), args.events, args.batch)
+    num_frames = len(stream.payloads)
+    if args.events is not None:
+        num_frames = min(num_frames, args.events // stream.events_a_frame + 1)
     frames = [
-        (topic, seq_to_bytes(seq), payload(batch)) for seq, batch in enumerate(stream)
+        (topic, seq_to_bytes(seq), payload)
+        for seq, payload in enumerate(stream.payloads[:num_frames])
     ]
+    beat = payload_of([], engine_id, heartbeat=True)
     context = zmq.Context()
     publish, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
     for socket in (publish, router):
@@ -68,7 +59,7 @@ def main() -> None:
     while True:
         due = len(frames) if not args.rate else 0
         if begin is not None and args.rate:
-            due = int((time.monotonic() - begin) * args.rate / args.batch)
+            due = int((time.monotonic() - begin) * args.rate / stream.events_a_frame)
         while begin is not None and sent < min(due, len(frames)):
             frame = frames[sent]
             if args.rate:  # what is read on arrival is the time of sending
@@ -94,11 +85,49 @@ def main() -> None:
                 "next_seq": sent,
                 "engine_id": engine_id,
             }
-            router.send_multipart((identity, b"", b"", END_OF_REPLAY, encode(summary)))
+            end = msgspec.msgpack.encode(summary)
+            router.send_multipart((identity, b"", b"", END_OF_REPLAY, end))
         elif sent == len(frames):
-            publish.send_multipart(
-                (topic, seq_to_bytes(sent - 1), payload([], heartbeat=True))
-            )
+            publish.send_multipart((topic, seq_to_bytes(sent - 1), beat))
+
+
+class Stream(msgspec.Struct):
+    """A whole stream, encoded. The first frame holds one step, the others
+    ``events_a_frame`` events each."""
+
+    engine_id: str
+    events_a_frame: int
+    num_events: int
+    payloads: list[bytes]
+
+
+def write_stream(path: Path, num_events: int, events_a_frame: int = 16) -> Stream:
+    """Script ``num_events`` events, and keep them encoded in ``path``."""
+    lives = Lifecycles(seed=0, cache=20_000)
+    payloads = [
+        payload_of(batch, lives.engine_id())
+        for batch in batches(lives, num_events, events_a_frame)
+    ]
+    stream = Stream(lives.engine_id(), events_a_frame, num_events, payloads)
+    path.write_bytes(msgspec.msgpack.encode(stream))
+    return stream
+
+
+def read_stream(path: Path) -> Stream:
+    return msgspec.msgpack.decode(path.read_bytes(), type=Stream)
+
+
+def payload_of(events: list, engine_id: str, *, heartbeat: bool = False) -> bytes:
+    batch = EventBatch(
+        time.time(),
+        events,
+        0,
+        engine_id=engine_id,
+        label="feed",
+        model_name="scripted",
+        heartbeat=heartbeat,
+    )
+    return msgspec.msgpack.encode(batch)
 
 
 def restamp(frame: tuple[bytes, bytes, bytes]) -> tuple[bytes, bytes, bytes]:

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from lifecycles import Lifecycles, batches
+from frame_feeder import Stream, write_stream
 from sqlalchemy import select
 
 from event_consumer import tables
 from event_consumer.ledger import Ledger
 from event_consumer.store import Store, StoreError
-from vllm_fork.events import EventBatch
+from vllm_fork.events import BatchDecoder
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60
@@ -79,7 +79,7 @@ class Process:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events", type=int, default=100_000)
+    parser.add_argument("--events", type=int, default=120_000)
     parser.add_argument("--span-events", type=int, default=60_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
@@ -96,27 +96,30 @@ def main() -> None:
 def measure(
     folder: Path, num_events: int, num_span_events: int, num_rounds: int
 ) -> dict[str, float]:
+    events = folder / "events"
+    stream = write_stream(events, num_events)
+    say(f"{num_events:,} events in {len(stream.payloads):,} frames")
     ingest: list[float] = []
     insert: list[float] = []
     lost = duplicated = 0
     for number in range(num_rounds):
         path = folder / f"store-{number}.db"
-        with Process(1, *feeder(num_events)) as feed:
-            rate, stream = run_consumer(feed, path, num_events)
+        with Process(1, *feeder(events)) as feed:
+            rate, found = run_consumer(feed, path, num_events)
             ingest.append(rate)
-        lost += max(0, num_events - stream["num_events"]) + stream["num_lost"]
-        duplicated += max(0, stream["num_events"] - num_events)
-        with Process(1, *feeder(num_events)) as feed:
+        lost += max(0, num_events - found["num_events"]) + found["num_lost"]
+        duplicated += max(0, found["num_events"] - num_events)
+        with Process(1, *feeder(events)) as feed:
             insert.append(
                 run_loop(feed, path, folder / f"loop-{number}.db", num_events)
             )
         say(f"round {number}: {ingest[-1]:,.0f} events/s, loop {insert[-1]:,.0f}")
-    compare(path, num_events)
+    compare(path, stream)
     with (
         Process(1, *RECEIVER) as receiver,
-        Process(1, *feeder(num_span_events)) as feed,
+        Process(1, *feeder(events, num_span_events)) as feed,
     ):
-        spans = run_spans(feed, folder / "spans.db", num_span_events, receiver)
+        spans = run_spans(feed, folder / "spans.db", stream, receiver)
     return {
         "events_per_s": statistics.median(ingest),
         "insert_loop_per_s": statistics.median(insert),
@@ -126,8 +129,9 @@ def measure(
     }
 
 
-def feeder(num_events: int) -> list[str]:
-    return [str(HERE / "frame_feeder.py"), "--events", str(num_events)]
+def feeder(events: Path, at_most: int | None = None) -> list[str]:
+    command = [str(HERE / "frame_feeder.py"), str(events)]
+    return command if at_most is None else [*command, "--events", str(at_most)]
 
 
 def consumer(core: int, feed: dict[str, Any], path: Path, *more: str) -> Process:
@@ -176,9 +180,9 @@ def run_loop(feed: Process, rows_from: Path, into: Path, num_events: int) -> flo
     return num_events / (ended - started)
 
 
-def run_spans(feed: Process, path: Path, num_events: int, receiver: Process) -> float:
+def run_spans(feed: Process, path: Path, stream: Stream, receiver: Process) -> float:
     bound, urls = feed.line(), receiver.line()
-    expected = num_spans(num_events)
+    expected = num_spans(stream, bound["frames"])
 
     def num_received() -> int:
         with urlopen(urls["received_url"]) as answer:
@@ -190,29 +194,28 @@ def run_spans(feed: Process, path: Path, num_events: int, receiver: Process) -> 
         started = feed.line()["started"]
         wait(lambda: num_received() >= expected)
         seconds = time.time() - started
-    say(f"{expected:,} spans of {num_events:,} events in {seconds:.1f} s")
+    say(f"{expected:,} spans in {seconds:.1f} s")
     return expected / seconds
 
 
-def read_here(num_events: int) -> Ledger:
+def read_here(stream: Stream, num_frames: int | None = None) -> Ledger:
     """A ledger that read the same stream in this process."""
-    lives = Lifecycles(seed=0, cache=20_000)
-    ledger = Ledger()
-    for seq, batch in enumerate(batches(lives, num_events, 16)):
-        sent = EventBatch(0.0, batch, 0, engine_id=lives.engine_id())
-        ledger.apply("", seq, sent, batch)
+    ledger, decoder = Ledger(), BatchDecoder()
+    for seq, payload in enumerate(stream.payloads[:num_frames]):
+        decoded = decoder.decode(payload)
+        ledger.apply("", seq, decoded.batch, decoded.events)
     return ledger
 
 
-def num_spans(num_events: int) -> int:
+def num_spans(stream: Stream, num_frames: int) -> int:
     """One a request that ended, one a checkpoint of it."""
-    closed = read_here(num_events).take_closed()
+    closed = read_here(stream, num_frames).take_closed()
     return sum(1 + len(each.checkpoints) for each in closed)
 
 
-def compare(path: Path, num_events: int) -> None:
+def compare(path: Path, stream: Stream) -> None:
     """Refuse to report figures of a store that is not right."""
-    _, requests, checkpoints, _ = read_here(num_events).take_changes()
+    _, requests, checkpoints, _ = read_here(stream).take_changes()
     expected = {
         **{request.request_id: request.status for request in requests},
         **{str(each.checkpoint_id): each.stage for each in checkpoints},

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from frame_feeder import write_stream
 from ingest import Process, consumer, feeder, say, stream_of, wait
 
 from event_consumer.queries import Filter, find_requests
@@ -44,7 +45,9 @@ def main() -> None:
 
 def measure(path: Path, rate: float, seconds: float, poll_s: float) -> list[float]:
     """Seconds from sent to seen, of each batch."""
-    command = [*feeder(int(rate * seconds)), "--rate", str(rate)]
+    events = path.with_name("events")
+    write_stream(events, int(rate * seconds))
+    command = [*feeder(events), "--rate", str(rate)]
     with Process(1, *command) as feed:
         bound = feed.line()
         with consumer(0, bound, path):

@@ -112,7 +112,8 @@ class Lifecycles:
 
     def _admit(self, step: list[Event]) -> None:
         rng = self._random
-        if self._waiting and rng.random() < 0.7:
+        goes_on = rng.random() < 0.7 or len(self._waiting) > 8 * self.concurrency
+        if self._waiting and goes_on:
             conversation = self._waiting.pop(rng.randrange(len(self._waiting)))
         else:
             name = f"session-{self._num_requests}" if rng.random() < 0.5 else None
