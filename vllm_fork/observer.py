@@ -1,8 +1,7 @@
 """Turns what the scheduler and the controller do into lifecycle events.
 
 Events of one scheduler step are collected and handed to the publisher once, at the
-end of the step: :meth:`Observer.flush` costs one attribute test when there are
-none. Nothing here touches a block.
+end of the step or when a request is freed. Nothing here touches a block.
 """
 
 from __future__ import annotations
@@ -60,13 +59,14 @@ class Observer:
         self.retention_off_reason = retention_off_reason
         self._publish = publish
         self._hash_session_ids = hash_session_ids
-        self._events: list[events.Event] = []
+        self.collected: list[events.Event] = []
+        """Events that :meth:`flush` has yet to hand over."""
         self._seen: dict[str, _Seen] = {}
 
     def flush(self) -> None:
         """Hand the collected events over."""
-        if self._events:
-            collected, self._events = self._events, []
+        if self.collected:
+            collected, self.collected = self.collected, []
             assert self._publish is not None
             self._publish(collected)
 
@@ -77,7 +77,7 @@ class Observer:
     def emit(self, kind: type[events.Event], **fields: object) -> None:
         """Collect one event that belongs to no request."""
         if self.enabled:
-            self._events.append(
+            self.collected.append(
                 kind(
                     time_unix_ns=time.time_ns(),
                     monotonic_ns=time.monotonic_ns(),

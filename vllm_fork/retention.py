@@ -110,6 +110,7 @@ class RetentionController:
             ``preempt``.
         num_speculative_tokens: with drafts, whether a step crossed a boundary is
             known from its output only.
+        max_scheduled_tokens: tokens that one step can run at most.
         observer: told of each stage.
         index: told of each publication.
         tails: where exact tails are entered; None: none are kept.
@@ -122,6 +123,7 @@ class RetentionController:
         kv_cache_manager: KVCacheManager,
         publish_on: frozenset[str],
         num_speculative_tokens: int,
+        max_scheduled_tokens: int,
         observer: Observer,
         index: CacheIndex,
         tails: TailIndex | None = None,
@@ -169,11 +171,16 @@ class RetentionController:
         self._crossing: dict[str, int] = {}
         self._first_output_at: dict[str, int] = {}
 
-        # How many blocks one step may take for RUNNING requests at most: see
-        # ``may_run_short``.
-        groups = coordinator.single_type_managers
-        self._num_groups = len(groups)
-        self._blocks_per_request = 3 + num_speculative_tokens
+        # How many blocks one step may take for RUNNING requests: ``may_run_short``.
+        self._free_blocks = self._pool.free_block_queue
+        self._copying = (*self._mamba, *self._attention)
+        num_groups = len(coordinator.single_type_managers)
+        smallest = min(manager.block_size for manager in self._copying)
+        self._step_blocks = num_groups * (max_scheduled_tokens // smallest)
+        self._blocks_per_request = num_groups * (
+            1 + num_speculative_tokens + self._exports_prefill_states
+        )
+        self._most_per_request = self._blocks_per_request + num_groups
 
     # -- scheduling --------------------------------------------------------------
 
@@ -182,8 +189,8 @@ class RetentionController:
     ) -> None:
         """Pin what the step just scheduled will complete.
 
-        Call after ``_update_after_schedule``: ``num_computed_tokens`` counts the
-        step. The common case is one comparison a request.
+        Call after ``schedule``: ``num_computed_tokens`` counts the step. The common
+        case is one comparison a request.
         """
         next_boundary = self._next_boundary.get
         for request_id in scheduled:
@@ -191,12 +198,19 @@ class RetentionController:
             if request.num_computed_tokens >= next_boundary(request_id, 0):
                 self._reach(request)
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether :meth:`accept_outputs` has anything to look at."""
+        return bool(self._pending or self._crossing or self.copies)
+
     def accept_outputs(self, requests: Mapping[str, Request]) -> None:
         """Promote the pins whose step's output was accepted.
 
         Call after ``update_from_output``; requests that ended in it are settled
         by :meth:`finish` already.
         """
+        if self.copies is not None:
+            self.copies.accept(lambda i: executed_tokens(requests[i]))
         for request_id, checkpoint in list(self._pending.items()):
             request = requests[request_id]
             if executed_tokens(request) >= checkpoint.boundary:
@@ -205,8 +219,6 @@ class RetentionController:
                 self._discard_pending(request_id, "rewound")
         for request_id in list(self._crossing):
             self._settle_crossing(requests[request_id])
-        if self.copies is not None:
-            self.copies.accept(lambda i: executed_tokens(requests[i]))
 
     def drop_rewound(self, requests: Mapping[str, Request]) -> None:
         """Discard what lies beyond the tokens a request still has.
@@ -228,20 +240,22 @@ class RetentionController:
 
     # -- memory pressure -----------------------------------------------------------
 
-    def may_run_short(self, num_running: int, max_scheduled_tokens: int) -> bool:
+    def may_run_short(self, num_running: int) -> bool:
         """Whether a running request's allocation can fail in the coming step.
 
         Running requests allocate before anything is admitted; together they take
-        at most the blocks of ``max_scheduled_tokens`` and a few each for the block
-        begun, a copy-on-write and drafts.
+        at most the blocks of ``max_scheduled_tokens``, one each that is begun (more
+        with drafts or exported prefill states), and the copies on write still due.
         """
         if not self._promoted:
             return False
-        need = self._num_groups * (
-            max_scheduled_tokens // self._smallest_block_size()
-            + num_running * self._blocks_per_request
-        )
-        return self._pool.get_num_free_blocks() < need
+        num_free = self._free_blocks.num_free_blocks
+        if num_free >= self._step_blocks + num_running * self._most_per_request:
+            return False
+        need = self._step_blocks + num_running * self._blocks_per_request
+        for manager in self._copying:
+            need += len(manager._partial_hit_reqs)
+        return num_free < need
 
     def relieve(self) -> bool:
         """Give back the oldest pin that really holds a block; False if none does.
@@ -696,9 +710,6 @@ class RetentionController:
             *self._ended.values(),
             self.copies.referenced() if self.copies is not None else (),
         )
-
-    def _smallest_block_size(self) -> int:
-        return min(m.block_size for m in (*self._mamba, *self._attention))
 
 
 def mamba_align_managers(

@@ -8,10 +8,10 @@ request's life:
 ================================  =================================================
 ``get_computed_blocks``           finds exact tails; remembers what an admission found
 ``record_prefix_cache_stats``     the admission took place: ``PrefixReused``
-``schedule``                      arms the relief of pins if memory may run short
+``schedule``                      arms the relief of pins if memory may run short; after
+                                  ``super()`` pins what the step will complete
 ``_make_cached_request_data``     queues rolling copies, after all allocations
-``_update_after_schedule``        pins what the step will complete
-``update_from_output``            promotes what was accepted; flushes events
+``update_from_output``            promotes what was accepted
 ``_preempt_request``              discards (or publishes) before the blocks go
 ``_free_request``                 publishes before, releases after the blocks go
 ``reset_prefix_cache``            tells a forced reset from a preemption
@@ -51,6 +51,8 @@ from vllm_fork.retention import (
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     _Base = Scheduler
@@ -78,7 +80,6 @@ class CheckpointSchedulerMixin(_Base):
     cache_index: CacheIndex | None = None
     retention: RetentionController | None = None
     tails: TailIndex | None = None
-    _in_step = False
     _stream_closed = False
     _resetting = False
     _relief_armed = False
@@ -121,12 +122,15 @@ class CheckpointSchedulerMixin(_Base):
                 manager,
                 settings.publish_on,
                 self.num_spec_tokens,
+                self.max_num_scheduled_tokens,
                 self.observer,
                 self.cache_index,
                 self.tails,
                 self._copy_interval(settings),
             )
             self._resolve_chained_copies()
+            if self.retention.copies is not None:
+                self._queue_copies()
         self._found: tuple[str, CachedState | None] = ("", None)
         self._stock_allocate_slots = manager.allocate_slots
         self._follow_lookups()
@@ -340,68 +344,66 @@ class CheckpointSchedulerMixin(_Base):
             (events.PROMPT_REPLAY, (request.num_prompt_tokens - 1) // block * block),
         ):
             if 0 < tokens <= len(hashes) * unit:
-                index.expect(identity, kind, hashes[tokens // unit - 1])
+                index.expect(identity, kind, hashes[tokens // unit - 1], tokens)
 
     # -- a step --------------------------------------------------------------------
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        retention = self.retention
-        if retention is not None:
-            short = self._run(
-                "a step",
-                retention.may_run_short,
-                len(self.running),
-                self.max_num_scheduled_tokens,
-            )
-            self._arm_relief(bool(short))
-        self._in_step = True
-        try:
-            return super().schedule(*args, **kwargs)
-        finally:
-            self._in_step = False
+    # The hooks that run in every step are written out, not passed to ``_run``: at one
+    # running request a step takes some 40 us.
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        if (retention := self.retention) is not None:
+            try:
+                armed = retention.may_run_short(len(self.running))
+                if armed is not self._relief_armed:
+                    self._arm_relief(armed)
+            except Exception:
+                self._fail("a step")
+        output = super().schedule(throttle_prefills)
+        if (retention := self.retention) is not None:
+            try:
+                retention.note_scheduled(self.requests, output.num_scheduled_tokens)
+                if retention.copies is not None:
+                    retention.copies.park()
+            except Exception:
+                self._fail("a scheduled step")
+        if self.observer.collected:
+            self.observer.flush()
+        return output
+
+    def _queue_copies(self) -> None:
+        """Hook the queueing of rolling copies in, where there are any."""
+        make = self._make_cached_request_data
+
+        def make_cached_request_data(
+            running_reqs: list[Request],
+            resumed_reqs: list[Request],
+            num_scheduled_tokens: dict[str, int],
+            *args: Any,
+        ) -> Any:
             if self.retention is not None and self.retention.copies is not None:
-                self._run("a rolling copy", self.retention.copies.park)
+                self._run(
+                    "a rolling copy",
+                    self.retention.copies.queue,
+                    running_reqs,
+                    num_scheduled_tokens,
+                )
+            return make(running_reqs, resumed_reqs, num_scheduled_tokens, *args)
+
+        setattr(self, make.__name__, make_cached_request_data)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if (retention := self.retention) is not None and retention.unsettled:
+            try:
+                retention.accept_outputs(self.requests)
+            except Exception:
+                self._fail("an output")
+        if self.observer.collected:
             self.observer.flush()
-
-    def _make_cached_request_data(
-        self,
-        running_reqs: list[Request],
-        resumed_reqs: list[Request],
-        num_scheduled_tokens: dict[str, int],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if self.retention is not None and self.retention.copies is not None:
-            self._run(
-                "a rolling copy",
-                self.retention.copies.queue,
-                running_reqs,
-                num_scheduled_tokens,
-            )
-        return super()._make_cached_request_data(
-            running_reqs, resumed_reqs, num_scheduled_tokens, *args, **kwargs
-        )
-
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        if self.retention is not None:
-            self._run(
-                "a scheduled step",
-                self.retention.note_scheduled,
-                self.requests,
-                scheduler_output.num_scheduled_tokens,
-            )
-
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        self._in_step = True
-        try:
-            outputs = super().update_from_output(*args, **kwargs)
-            if self.retention is not None:
-                self._run("an output", self.retention.accept_outputs, self.requests)
-            return outputs
-        finally:
-            self._in_step = False
-            self.observer.flush()
+        return outputs
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
         affected = super()._handle_invalid_blocks(*args, **kwargs)
@@ -421,8 +423,6 @@ class CheckpointSchedulerMixin(_Base):
         Stock vLLM's ``allocate_slots`` is replaced only for steps in which an
         allocation can fail at all.
         """
-        if armed == self._relief_armed:
-            return
         self._relief_armed = armed
         manager = self.kv_cache_manager
         manager.allocate_slots = (  # type: ignore[method-assign]
@@ -456,16 +456,13 @@ class CheckpointSchedulerMixin(_Base):
             self._run("a finished request", self.retention.finish, request)
         freed = super()._free_request(request, *args, **kwargs)
         self._run("a freed request", self._note_freed, request)
-        if not self._in_step:
-            # No step may follow an abort.
-            self.observer.flush()
+        # No step may follow an abort.
+        self.observer.flush()
         return freed
 
     def _note_freed(self, request: Request) -> None:
         if self.retention is not None:
             self.retention.release(request)
-        if self.cache_index is not None:
-            self.cache_index.forget_expected(request.request_id)
         self.observer.finished(request)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -474,8 +471,7 @@ class CheckpointSchedulerMixin(_Base):
             return super().reset_prefix_cache(*args, **kwargs)
         finally:
             self._resetting = False
-            if not self._in_step:
-                self.observer.flush()
+            self.observer.flush()
 
     def shutdown(self) -> None:
         self.close_stream()
@@ -517,13 +513,13 @@ class CheckpointSchedulerMixin(_Base):
         try:
             return hook(*args)
         except Exception:
-            if self.strict:
-                raise
-            self._give_up(where)
+            self._fail(where)
             return None
 
-    def _give_up(self, where: str) -> None:
-        """Go on as stock vLLM; call while handling the error."""
+    def _fail(self, where: str) -> None:
+        """Go on as stock vLLM; call while handling the error of a hook."""
+        if self.strict:
+            raise
         logger.exception(
             "Checkpoint retention failed at %s and is off from here on; the engine "
             "goes on without it.",

@@ -176,16 +176,14 @@ def test_bad_options(options, sentence):
 
 
 @pytest.mark.parametrize(
-    ("method", "broken", "sentence"),
+    ("broken", "sentence"),
     [
-        ("_release", lambda self, checkpoint: None, "blocks are still held"),
-        ("_discard", lambda self, checkpoint, reason: self._release(checkpoint), "was"),
+        ("vllm_fork.retention.RetentionController._release", "blocks are still held"),
+        ("vllm_fork.observer.Observer.discarded", "was"),
     ],
 )
-def test_a_failed_check_is_told(monkeypatch, method, broken, sentence):
-    from vllm_fork.retention import RetentionController
-
-    monkeypatch.setattr(RetentionController, method, broken)
+def test_a_failed_check_is_told(monkeypatch, broken, sentence):
+    monkeypatch.setattr(broken, lambda *args: None)
     with pytest.raises(CheckFailed, match=sentence):
         replay.run([Turn(30, 3000)], exact_tail=False)
 
