@@ -179,13 +179,22 @@ def test_bad_options(options, sentence):
     ("broken", "sentence"),
     [
         ("vllm_fork.retention.RetentionController._release", "blocks are still held"),
-        ("vllm_fork.observer.Observer.discarded", "was"),
+        ("vllm_fork.observer.Observer.discarded", "neither published nor discarded"),
+        ("vllm_fork.observer.Observer.pinned", "was None when it was promoted"),
     ],
 )
 def test_a_failed_check_is_told(monkeypatch, broken, sentence):
     monkeypatch.setattr(broken, lambda *args: None)
     with pytest.raises(CheckFailed, match=sentence):
         replay.run([Turn(30, 3000)], exact_tail=False)
+
+
+def test_a_wrong_state_is_told(monkeypatch):
+    monkeypatch.setattr(
+        "vllm_fork.model_free.memory.BlockMemory.copy_blocks", lambda *args: None
+    )
+    with pytest.raises(CheckFailed, match="steps met a wrong state, first turn-2"):
+        replay.run([Turn(30, 40), Turn(80, 5)])
 
 
 def test_import_is_light():
