@@ -55,7 +55,8 @@ from event_consumer.records import (
 
 DEFAULT_URL: Final = "sqlite:///vllm-fork.db"
 
-SQLITE_BUSY_MS: Final = 10_000
+SQLITE_BUSY_MS: Final = 1_000
+"""How long another writer is waited for. The consumer's loop waits with it."""
 DELETE_CHUNK: Final = 5_000
 """Rows that one transaction of :meth:`Store.delete_older_than` removes."""
 MAX_RECENTLY_CLOSED: Final = 10_000
@@ -284,6 +285,11 @@ class Store:
                 f"the store {self.name} has schema version {version}, older than "
                 f"{ours}, and there is no migration: name another store"
             )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a commit is work of this process, and not of a server."""
+        return self._url.get_backend_name() == "sqlite"
 
     def close(self) -> None:
         if hasattr(self, "engine"):
