@@ -87,7 +87,7 @@ def minimum_blocks(
 
 @cache
 def without_stock_faults(cls: type[Scheduler]) -> type[Scheduler]:
-    """Keeps the faults out that test_stock_faults.py shows: histories look for ours."""
+    """Repairs what test_stock_faults.py shows, as ours does: what is left is right."""
 
     class Guarded(cls):
         def __init__(self, *args, **kwargs):
@@ -167,8 +167,10 @@ class Histories(RuleBasedStateMachine):
         self.block_size, self.hash_unit = (64, 16) if exports else (32, 4)
         self.max_tokens = num_request_blocks * self.block_size
         self.settings = self.retention_settings(exact_tail, copy_units, publish_on)
-        cls = without_stock_faults(mode.scheduler)
-        if self.settings is not None:
+        cls = mode.scheduler
+        if self.settings is None:
+            cls = without_stock_faults(cls)
+        else:
             cls = with_recorded_checkpoints(cls)
         self.random = random.Random(seed)
         acceptance = random.Random(seed + 1)

@@ -1,11 +1,12 @@
 """Faults of vLLM 0.32 that the harness found without any of our code.
 
-Each test shows the fault; when one fails, vLLM has repaired it, and what guards
-against it here can go.
+Each test shows the fault, and that it is repaired where checkpoints are retained; when
+a fault does not show, vLLM has repaired it, and our repair can go.
 """
 
 import random
 
+import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_fork.model_free import (
@@ -13,7 +14,14 @@ from vllm_fork.model_free import (
     PrefixCacheAudit,
     make_engine,
     make_request,
+    with_recorded_checkpoints,
 )
+
+RETAINED = {
+    "cls": with_recorded_checkpoints(Scheduler),
+    "settings": {"retain": True, "exact_tail": False},
+}
+STOCK = {"cls": Scheduler}
 
 rng = random.Random(0)
 
@@ -22,13 +30,14 @@ def tokens(count: int) -> list[int]:
     return [rng.randrange(20, 500) for _ in range(count)]
 
 
-def test_stock_copies_from_a_block_not_yet_copied():
+@pytest.mark.parametrize("options", [STOCK, RETAINED], ids=["stock", "retained"])
+def test_copies_from_a_block_not_yet_copied(options):
     """Two requests admitted in one step share more than the recurrent state covers.
 
     The second's copy-on-write source is the first's destination, and the worker
     reads all sources before it writes any destination.
     """
-    engine = make_engine(Scheduler, block_size=32, hash_unit=4)
+    engine = make_engine(**options, block_size=32, hash_unit=4)
     shared = tokens(40)
     engine.add(make_request("past", shared[:9], hash_unit=4), [STOP_TOKEN])
     engine.run()
@@ -36,15 +45,19 @@ def test_stock_copies_from_a_block_not_yet_copied():
         engine.add(make_request(name, shared + tokens(40), hash_unit=4), [STOP_TOKEN])
     engine.run()
     assert [engine.finished[n].cached_tokens for n in ("one", "other")] == [8, 8]
+    if options is RETAINED:
+        assert engine.worker.errors == []
+        return
     assert {error.request_id for error in engine.worker.errors} == {"other"}
     assert "attention page wrong" in engine.worker.errors[0].problem
 
 
-def test_stock_hashes_a_state_below_its_boundary():
+@pytest.mark.parametrize("options", [STOCK, RETAINED], ids=["stock", "retained"])
+def test_a_state_hashed_above_where_it_is(options):
     """A shared-prefix junction behind a hit that ends inside a block, where the
     backend exports prefill states (Mamba2, KDA)."""
     engine = make_engine(
-        Scheduler, block_size=64, hash_unit=16, num_prefill_checkpoint_blocks=1
+        **options, block_size=64, hash_unit=16, num_prefill_checkpoint_blocks=1
     )
     shared = tokens(256)
     # Leaves a recurrent state at 160 tokens, and attention for more.
@@ -56,9 +69,11 @@ def test_stock_hashes_a_state_below_its_boundary():
     while not engine.requests["next"].is_finished():
         engine.step()
     assert engine.finished["next"].cached_tokens == 160
-    assert any(
-        "for 256 tokens: holds State(num_tokens=224" in p for p in audit.problems()
-    )
+    problems = audit.problems()
+    if options is RETAINED:
+        assert problems == []
+    else:
+        assert any("for 256 tokens: holds State(num_tokens=224" in p for p in problems)
 
 
 def test_stock_truncates_a_page_that_it_copies():
