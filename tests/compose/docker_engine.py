@@ -26,7 +26,12 @@ CACHE = (
 )
 RUN = Path("/run/vllm-fork-compose")
 """Sockets: their paths must be short."""
-TOOLS = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables"}
+TOOLS = {
+    "dockerd": "docker.io",
+    "docker": "docker.io",
+    "iptables": "iptables",
+    "debootstrap": "debootstrap",
+}
 COMPOSE_SUITE = "trixie"
 """The Debian release that has Compose v2; its binary runs on the one before too."""
 START_S = 60.0

@@ -24,6 +24,7 @@ PYTHON = "python:3.12-slim-bookworm"
 POSTGRES = "postgres:17.9-bookworm"
 JAEGER = "jaegertracing/jaeger:2.15.0"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+SEARCH_PATH = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
 BUILD_S = 900
 
 
@@ -102,8 +103,7 @@ def _import_python(docker: Docker, name: str, interpreter: Path) -> None:
         subprocess.run(["tar", "-C", root, "-xf", _debian()], check=True)
         _copy_interpreter(interpreter, root)
         tar = subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE)
-        path = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
-        changes = [f"ENV PATH={path}", "ENV LANG=C.UTF-8", 'CMD ["python3"]']
+        changes = [f"ENV PATH={SEARCH_PATH}", "ENV LANG=C.UTF-8", 'CMD ["python3"]']
         docker(
             "import",
             *(f"--change={change}" for change in changes),
@@ -178,7 +178,7 @@ def _copy_interpreter(interpreter: Path, root: Path) -> None:
         check=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={"PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/local/bin:/usr/bin:/bin"},
+        env={"PYTHONDONTWRITEBYTECODE": "1", "PATH": SEARCH_PATH},
     )
 
 
