@@ -30,6 +30,7 @@ from event_consumer.stream_state import (
     DEFAULT_TIMES,
     Action,
     Apply,
+    EngineBack,
     EngineGone,
     Gap,
     StreamState,
@@ -105,6 +106,7 @@ class Intake:
             applied_seq=record.applied_seq,
             open_gap=open_gap,
             can_replay=replay_endpoint is not None,
+            gone=self.ledger.is_lost(record.engine_id),
             times=times,
         )
         state.num_duplicates = record.num_duplicates
@@ -136,6 +138,8 @@ class Intake:
                 self._apply(record, action)
             elif type(action) is Gap:
                 self._gap(endpoint, action)
+            elif type(action) is EngineBack:
+                self.ledger.engine_back(action.epoch)
             elif type(action) is EngineGone:
                 self.ledger.engine_lost(action.epoch)
                 if self._counter is not None:

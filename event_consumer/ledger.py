@@ -219,6 +219,12 @@ class Ledger:
             self._engines[id(epoch.engine)] = epoch.engine
             self._end_all(epoch)
 
+    def engine_back(self, engine_id: str) -> None:
+        """The engine was not lost: it speaks again."""
+        epoch = self._epochs.get(engine_id)
+        if epoch is not None and epoch.engine.status == LOST:
+            self._revive(epoch)
+
     def attention_evicted(
         self, endpoint: str, block_hashes: Iterable[str], time_ns: int
     ) -> None:
@@ -241,6 +247,11 @@ class Ledger:
         if engine_id is not None:
             self.engine_lost(engine_id)
             self._epochs.pop(engine_id, None)
+
+    def is_lost(self, engine_id: str | None) -> bool:
+        """Whether the engine is known, and lost."""
+        epoch = self._epochs.get(engine_id or "")
+        return epoch is not None and epoch.engine.status == LOST
 
     # -- out -----------------------------------------------------------------
 
@@ -297,6 +308,7 @@ class Ledger:
 
     def _revive(self, epoch: _Epoch) -> None:
         epoch.engine.status = RUNNING
+        self._engines[id(epoch.engine)] = epoch.engine
         for life in epoch.lives.values():
             life.request.status = OPEN
             self._requests[id(life.request)] = life.request

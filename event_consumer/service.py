@@ -34,7 +34,7 @@ from event_consumer.records import (
 )
 from event_consumer.settings import ConsumerSettings, SettingsError
 from event_consumer.store import ChangeSet, Store, StoreError
-from event_consumer.subscriber import TICK_S, Subscriber
+from event_consumer.subscriber import TICK_S, Subscriber, curve_keys
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +181,7 @@ class Service:
     async def _follow(self, found: list[Endpoint]) -> None:
         """Subscribe to what is new in ``found``, leave what is not in it."""
         wanted = {each.endpoint: each for each in found}
+        curve = {each.endpoint: curve_keys(each) for each in found}
         for name, (endpoint, _, task) in list(self._subscribers.items()):
             if wanted.get(name) == endpoint:
                 del wanted[name]
@@ -202,6 +203,7 @@ class Service:
                 endpoint,
                 state,
                 self.intake,
+                curve=curve[name],
                 gate=self._gate,
                 max_frame_bytes=self.settings.max_frame_bytes,
             )

@@ -89,7 +89,13 @@ class EngineGone(NamedTuple):
     epoch: str
 
 
-Action = Apply | AskReplay | Gap | EngineGone
+class EngineBack(NamedTuple):
+    """``epoch``, which was gone, speaks again."""
+
+    epoch: str
+
+
+Action = Apply | AskReplay | Gap | EngineGone | EngineBack
 
 
 class StreamState:
@@ -102,6 +108,7 @@ class StreamState:
         applied_seq: int = -1,
         open_gap: tuple[int, int] | None = None,
         can_replay: bool = True,
+        gone: bool = False,
         times: StreamTimes = DEFAULT_TIMES,
     ) -> None:
         """Begin with nothing, or at the position that a store holds.
@@ -111,6 +118,7 @@ class StreamState:
             applied_seq: its last applied batch.
             open_gap: the gap that was open, ``[first, end)``.
             can_replay: whether there is a replay endpoint.
+            gone: whether ``epoch`` is known to be gone.
         """
         self.epoch = epoch
         self.applied_seq = applied_seq
@@ -145,7 +153,7 @@ class StreamState:
         self._catching_up = can_replay
         # An engine that went while nobody was looking must be noticed too.
         self._silent_since: float | None = None
-        self._gone = epoch is None
+        self._gone = gone or epoch is None
         self._actions: list[Action] = []
 
     @property
@@ -200,7 +208,6 @@ class StreamState:
             # By far the most: the next batch of a stream that is whole.
             self.applied_seq = self._head = self._last_live = seq
             self._num_stray_beats = 0
-            self._gone = False
             return [Apply(epoch, seq, item, False)]
         if not self._enter(epoch, seq, is_live=True):
             return self._take()
@@ -266,11 +273,12 @@ class StreamState:
         if attempt != self.attempt:
             return self._take()
         asked_from, self._asked_from = self._asked_from, None
-        if epoch and epoch != self.epoch:
+        if epoch:
+            is_new = epoch != self.epoch
             if not self._enter(epoch, 0, is_live=False):
                 return self._take()
             # Asked for a position of the former epoch: the answer says nothing.
-            if asked_from != 0:
+            if is_new and asked_from != 0:
                 return self._done(now)
         self._receive_unreadable()
         if next_seq is not None:
@@ -324,7 +332,9 @@ class StreamState:
             self._num_stray_beats = 0
             if is_live and not epoch and seq <= self._last_live:
                 self._restart(epoch)
-            self._gone = False
+            elif self._gone:
+                self._gone = False
+                self._actions.append(EngineBack(epoch))
             return True
         if epoch in self._past:
             self._straggler(epoch, seq)
@@ -422,7 +432,7 @@ class StreamState:
     def _is_quiet(self) -> bool:
         """Whether nothing is missing, nor being looked for."""
         return self.applied_seq == self._head and not (
-            self._waiting or self._catching_up or self._gap
+            self._waiting or self._catching_up or self._gap or self._gone
         )
 
     def _next_known(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import zmq
@@ -69,6 +69,14 @@ class ReplaySummary(msgspec.Struct):
     engine_id: str | None = None
 
 
+class CurveKeys(NamedTuple):
+    """The engine's public key, and our own pair."""
+
+    server: bytes
+    public: bytes
+    secret: bytes
+
+
 class Subscriber:
     """One endpoint. :meth:`run` until cancelled."""
 
@@ -79,16 +87,15 @@ class Subscriber:
         state: StreamState,
         intake: Intake,
         *,
+        curve: CurveKeys | None,
         gate: asyncio.Event,
         max_frame_bytes: int,
     ) -> None:
         """
         Args:
+            curve: of :func:`curve_keys`.
             gate: nothing is read while it is not set (the store does not keep up).
             max_frame_bytes: longer payloads are counted and skipped.
-
-        Raises:
-            SettingsError: a CURVE key cannot be read.
         """
         self._context = context
         self._endpoint = endpoint
@@ -97,7 +104,7 @@ class Subscriber:
         self._gate = gate
         self._max_frame_bytes = max_frame_bytes
         self._decoder = BatchDecoder()
-        self._curve = _curve_keys(endpoint)
+        self._curve = curve
         self._replay: asyncio.Task[None] | None = None
         self._warned_refused = False
 
@@ -332,8 +339,12 @@ def _summary(payload: bytes) -> ReplaySummary:
         return ReplaySummary()
 
 
-def _curve_keys(endpoint: Endpoint) -> tuple[bytes, bytes, bytes] | None:
-    """``(server's public, our public, our secret)``; None without CURVE."""
+def curve_keys(endpoint: Endpoint) -> CurveKeys | None:
+    """The keys of the settings; None without CURVE.
+
+    Raises:
+        SettingsError: one cannot be read.
+    """
     server = endpoint.settings.curve_server_key
     if server is None:
         return None
@@ -356,4 +367,4 @@ def _curve_keys(endpoint: Endpoint) -> tuple[bytes, bytes, bytes] | None:
             f"{endpoint.settings.curve_secret_key_file} holds no secret key: name the "
             ".key_secret file that zmq.auth.create_certificates wrote."
         )
-    return server_key, public, secret
+    return CurveKeys(server_key, public, secret)

@@ -84,6 +84,10 @@ def test_the_list_of_endpoints_is_read_again(
     )
     (stream,) = rows(sqlite_url, tables.streams, endpoint=first.endpoint)
     assert stream["num_events"] == 200
+    of_first = {"engine_id": first.engine_id}
+    wait_for(lambda: rows(sqlite_url, tables.engines, status="running", **of_first))
+    assert rows(sqlite_url, tables.requests, status="open", **of_first)
+    assert not rows(sqlite_url, tables.checkpoints, stage="gone", **of_first)
 
 
 def has_events(rows, url, engine, count=200):

@@ -36,6 +36,7 @@ from event_consumer.stream_state import (
     Action,
     Apply,
     AskReplay,
+    EngineBack,
     EngineGone,
     Gap,
     StreamState,
@@ -81,6 +82,8 @@ class Reader:
                         self._lose(epoch, range(first, end))
                 case EngineGone(epoch):
                     self.gone.append(epoch)
+                case EngineBack(epoch):
+                    assert epoch == self.state.epoch
                 case AskReplay():
                     self.asks.append(action)
 
@@ -512,8 +515,19 @@ def test_an_engine_that_stays_away_is_gone_and_may_come_back() -> None:
     made.take(made.state.on_tick(20.0))
     assert made.gone == ["e"], "once"
     made.take(made.state.on_connected(30.0))
+    assert made.state.on_heartbeat("e", 2, 30.0) == [EngineBack("e")]
     live(made, "e", 3, now=30.0)
     assert made.applied == {"e": [2, 3]}
+
+
+def test_an_engine_that_was_lost_before_the_restart_comes_back() -> None:
+    made = reader(epoch="e", applied_seq=0, gone=True)
+    attempt = made.state.attempt
+    assert attempt is not None
+    actions = made.state.on_replay_end(
+        attempt, 0.0, epoch="e", first_buffered_seq=0, next_seq=1
+    )
+    assert actions == [EngineBack("e")]
 
 
 def test_an_engine_that_went_while_nobody_looked_is_noticed() -> None:
