@@ -29,10 +29,6 @@ from event_consumer.records import (
 MAX_PAST_EPOCHS: Final = 8
 """Former epochs whose stragglers are still told from a restart."""
 
-BEATS_OF_LIFE: Final = 3
-"""Heartbeats of a former epoch, with nothing of the present one between them, after
-which the former is the present one."""
-
 UNREADABLE: Final[Any] = object()
 """Stands for a batch that the replay holds but that does not decode."""
 
@@ -50,7 +46,8 @@ class StreamTimes(NamedTuple):
     max_waiting: int = 10_000
     """Batches that may wait behind a gap."""
     lost_after_s: float = 5.0
-    """How long a connection may be broken before its engine counts as lost."""
+    """How long a connection may be broken before its engine counts as lost; and how
+    long a former epoch beats alone before it counts as the present one."""
 
 
 DEFAULT_TIMES: Final = StreamTimes()
@@ -141,7 +138,7 @@ class StreamState:
             self._gap = Gap(epoch, *open_gap, GAP_OPEN)
             self._head = max(self._head, open_gap[1] - 1)
         self._past: dict[str, int] = {}
-        self._num_stray_beats = 0
+        self._stray_since: float | None = None
         self._attempt = 0
         self._asked_from: int | None = None
         self._reply_first: int | None = None
@@ -207,7 +204,7 @@ class StreamState:
         if epoch == self.epoch and seq == self._head + 1 and self._is_quiet():
             # By far the most: the next batch of a stream that is whole.
             self.applied_seq = self._head = self._last_live = seq
-            self._num_stray_beats = 0
+            self._stray_since = None
             return [Apply(epoch, seq, item, False)]
         if not self._enter(epoch, seq, is_live=True):
             return self._take()
@@ -220,9 +217,10 @@ class StreamState:
     def on_heartbeat(self, epoch: str, seq: int, now: float) -> list[Action]:
         """The last batch that the publisher sent was ``seq``."""
         if epoch in self._past:
-            # Not a straggler, but what speaks here now: the other one was.
-            self._num_stray_beats += 1
-            if self._num_stray_beats < BEATS_OF_LIFE:
+            # A straggler; or what speaks here now, and the other one was.
+            if self._stray_since is None:
+                self._stray_since = now
+            if now - self._stray_since < self._times.lost_after_s:
                 return self._take()
             applied_seq = self._past.pop(epoch)
             self._restart(epoch)
@@ -329,7 +327,7 @@ class StreamState:
     def _enter(self, epoch: str, seq: int, *, is_live: bool) -> bool:
         """Whether a batch of ``epoch`` belongs here; begins the epoch if it is new."""
         if epoch == self.epoch:
-            self._num_stray_beats = 0
+            self._stray_since = None
             if is_live and not epoch and seq <= self._last_live:
                 self._restart(epoch)
             elif self._gone:

@@ -340,7 +340,7 @@ class StreamMachine(RuleBasedStateMachine):
         if self.publisher.next_seq - 1 in self.publisher.unreadable:
             self.publish(1)
         self.connect()
-        for _ in range(12):
+        for _ in range(20):
             self.beat()
             self.deliver(10_000)
             self.serve()
@@ -550,8 +550,10 @@ def test_stragglers_of_a_former_epoch_are_counted_as_lost() -> None:
 def test_a_former_epoch_that_keeps_beating_is_the_present_one() -> None:
     made = reader(epoch="a", applied_seq=0)
     live(made, "b", 0)
-    for _ in range(3):
-        made.take(made.state.on_heartbeat("a", 0, 0.0))
+    for second in range(5):
+        made.take(made.state.on_heartbeat("a", 0, second))
+        assert made.state.epoch == "b"
+    made.take(made.state.on_heartbeat("a", 0, 5.0))
     assert made.state.epoch == "a"
     live(made, "a", 1)
     assert made.applied == {"b": [0], "a": [1]}
