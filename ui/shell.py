@@ -94,7 +94,7 @@ def recent(question: Hashable, compute: Callable[[], Any]) -> Any:
 def page_link(page: str, text: str, **params: str) -> Link:
     """A link to ``page`` of the dashboard, relative, so that a path prefix holds."""
     href = f"{page}?{urlencode(params)}" if params else page
-    return Link(text, href, page, dict(params))
+    return Link(text, href)
 
 
 def request_link(row: dict[str, Any], text: str | None = None) -> Link:
@@ -117,14 +117,7 @@ def trace_link(trace_id: str | None, text: str = "Open in Jaeger") -> Link | Non
     base = configured().jaeger_url
     if not base or not trace_id:
         return None
-    return Link(text, f"{base}/trace/{trace_id}")
-
-
-def follow(opened: dict[str, Any] | None) -> None:
-    """Go where a table's link leads, without starting a new session."""
-    if opened:
-        target = pages()[opened["page"]]
-        st.switch_page(target, query_params=opened.get("params") or {})
+    return Link(text, f"{base}/trace/{trace_id}", external=True)
 
 
 # -- time -----------------------------------------------------------------

@@ -385,6 +385,10 @@ def test_an_unknown_request_says_why_that_may_be(open_page, seeded_url):
     at = open_page(seeded_url, "request", request="chatcmpl-nobody")
     assert "No such request in this store" in page_content.texts(at)
     assert page_content.table(at, "The newest requests")
+    at.text_input[0].set_value("chatcmpl-arm-on-turn-1")
+    at.button[0].click().run()
+    assert page_content.figures(at)["Reused"] == "3,168"
+    assert "chatcmpl-arm-on-turn-1" in at.query_params["request"]
 
 
 def test_an_id_that_two_engines_served(open_page, empty_url):

@@ -59,10 +59,17 @@ function copyButton(text) {
   return button;
 }
 
-function anchor(link, open) {
+// As a step in the browser's history, which Streamlit follows within the session. A
+// switch by the server (st.switch_page) races with the timers of a live page: a
+// refresh that was asked for before it clears the page that is shown after it.
+function navigate(href) {
+  window.history.pushState({}, "", new URL(href, window.location.href));
+  window.dispatchEvent(new PopStateEvent("popstate"));
+}
+
+function anchor(link) {
   const node = element("a", link.mono ? "mono" : "", link.text);
   node.href = link.href;
-  if (link.title) node.title = link.title;
   if (link.external) {
     node.target = "_blank";
     node.rel = "noopener noreferrer";
@@ -71,7 +78,7 @@ function anchor(link, open) {
   node.addEventListener("click", (event) => {
     if (event.metaKey || event.ctrlKey || event.shiftKey) return;
     event.preventDefault();
-    open({ page: link.page, params: link.params });
+    navigate(link.href);
   });
   return node;
 }
@@ -85,14 +92,14 @@ const CELLS = {
   number(cell) {
     return element("span", "number", cell.text);
   },
-  id(cell, open) {
+  id(cell) {
     const node = element("span", "id");
     const first = element("span", "line");
-    first.append(anchor(cell.link, open), copyButton(cell.copy));
+    first.append(anchor(cell.link), copyButton(cell.copy));
     node.append(first);
     if (cell.sub) {
       const second = element("span", "line sub");
-      second.append(cell.sub.href ? anchor(cell.sub, open) : element("span", "", cell.sub.text));
+      second.append(cell.sub.href ? anchor(cell.sub) : element("span", "", cell.sub.text));
       node.append(second);
     }
     return node;
@@ -132,13 +139,13 @@ const CELLS = {
   },
 };
 
-function fillCell(node, cell, open) {
-  const content = (CELLS[cell.kind] ?? CELLS.text)(cell, open);
+function fillCell(node, cell) {
+  const content = (CELLS[cell.kind] ?? CELLS.text)(cell);
   if (cell.help) content.title = cell.help;
   node.replaceChildren(content);
 }
 
-function detailNode(detail, open) {
+function detailNode(detail) {
   const box = element("div", "detail");
   const list = element("dl");
   for (const item of detail.items) {
@@ -151,13 +158,13 @@ function detailNode(detail, open) {
   box.append(list);
   if (detail.links?.length) {
     const links = element("div", "links");
-    for (const link of detail.links) links.append(anchor(link, open));
+    for (const link of detail.links) links.append(anchor(link));
     box.append(links);
   }
   return box;
 }
 
-function buildRow(row, columns, state, open) {
+function buildRow(row, columns, state) {
   const tr = element("tr", row.strong ? "row strong" : "row");
   tr.dataset.key = row.key;
   if (row.detail) {
@@ -172,17 +179,17 @@ function buildRow(row, columns, state, open) {
   for (const [index, column] of columns.entries()) {
     const td = element("td", column.align ?? "");
     td.dataset.label = column.label;
-    fillCell(td, row.cells[index], open);
+    fillCell(td, row.cells[index]);
     tr.append(td);
   }
   return tr;
 }
 
-function buildDetail(row, columns, open) {
+function buildDetail(row, columns) {
   const tr = element("tr", "detail-row");
   const td = element("td");
   td.colSpan = columns.length + 1;
-  td.append(detailNode(row.detail, open));
+  td.append(detailNode(row.detail));
   tr.append(td);
   return tr;
 }
@@ -219,7 +226,7 @@ function focusPath(root) {
   return { key: tr.dataset.key, index };
 }
 
-function render(root, data, state, open) {
+function render(root, data, state) {
   const { columns, rows } = data;
   const hasDetail = rows.some((row) => row.detail);
   const head = JSON.stringify([columns, hasDetail]);
@@ -242,9 +249,9 @@ function render(root, data, state, open) {
     if (held?.signature !== signature) {
       const isNew = !held && state.rendered;
       const changed = held && held.stamp !== row.stamp;
-      held = { signature, stamp: row.stamp, tr: buildRow(row, columns, state, open), detail: null };
+      held = { signature, stamp: row.stamp, tr: buildRow(row, columns, state), detail: null };
       if (isNew || changed) held.tr.classList.add("fresh");
-      if (row.detail) held.detail = buildDetail(row, columns, open);
+      if (row.detail) held.detail = buildDetail(row, columns);
       held.tr.addEventListener("click", (event) => {
         if (!row.detail || event.target.closest("a, .copy, .help")) return;
         if (root.getRootNode().getSelection?.()?.toString()) return;
@@ -303,15 +310,14 @@ function move(root, event) {
 }
 
 export default function (component) {
-  const { data, parentElement, setTriggerValue } = component;
+  const { data, parentElement } = component;
   const root = parentElement.querySelector(".records");
   if (!root || !data) return;
   if (!root.state) {
     root.state = { rows: new Map(), opened: new Set(), head: "", rendered: false };
     root.addEventListener("keydown", (event) => move(root, event));
   }
-  root.open = (target) => setTriggerValue("open", target);
-  render(root, data, root.state, (target) => root.open(target));
+  render(root, data, root.state);
   const clock = setInterval(() => {
     for (const node of root.querySelectorAll("time[data-ms]")) {
       const text = ago(Number(node.dataset.ms));

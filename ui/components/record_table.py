@@ -52,23 +52,18 @@ class TableColumn(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A link to a page of the dashboard (``page``) or, without one, out of it."""
+    """A link to a page of the dashboard, or out of it (``external``)."""
 
     text: str
     href: str
-    page: str = ""
-    params: dict[str, str] | None = None
-    title: str = ""
+    external: bool = False
 
     def as_data(self, *, mono: bool = False) -> Cell:
         """The link as the table reads it."""
         return {
             "text": formatting.visible(self.text),
             "href": self.href,
-            "page": self.page,
-            "params": self.params or {},
-            "title": self.title,
-            "external": not self.page,
+            "external": self.external,
             "mono": mono,
         }
 
@@ -161,8 +156,8 @@ def record_table(
     *,
     key: str,
     caption: str,
-) -> dict[str, Any] | None:
-    """Show the table; return ``{"page", "params"}`` of a link that was followed.
+) -> None:
+    """Show the table.
 
     Args:
         key: stays the same over refreshes, so that the table does.
@@ -183,8 +178,7 @@ def record_table(
             for row in rows
         ],
     }
-    result = _table(key=key, data=data, on_open_change=lambda: None)
-    return result.open
+    _table(key=key, data=data)
 
 
 def _detail(detail: Detail | None) -> dict[str, Any] | None:

@@ -105,13 +105,11 @@ def every(chosen: Chosen) -> None:
         return
     if len(rows) == LIST_LIMIT:
         st.caption(f"The {LIST_LIMIT} with the newest events; search for others.")
-    shell.follow(
-        record_table(
-            LIST_COLUMNS,
-            [conversation_row(row) for row in rows],
-            key="conversations_table",
-            caption="Conversations with the newest requests",
-        )
+    record_table(
+        LIST_COLUMNS,
+        [conversation_row(row) for row in rows],
+        key="conversations_table",
+        caption="Conversations with the newest requests",
     )
 
 
@@ -154,8 +152,12 @@ def first_request(conversation_id: str) -> str:
 
 def one(conversation_id: str, label: str | None) -> None:
     """One conversation: its figures, the waterfall, its turns."""
-    if st.button("All conversations", icon=":material/arrow_back:", type="tertiary"):
-        shell.follow({"page": "conversations"})
+    st.page_link(
+        shell.pages()["conversations"],
+        label="All conversations",
+        icon=":material/arrow_back:",
+        query_params={},
+    )
     turns = shell.queries().turns(conversation_id, label, TURN_LIMIT)
     if not turns:
         shell.empty_state(
@@ -188,13 +190,11 @@ def one(conversation_id: str, label: str | None) -> None:
         key="waterfall",
         alt=alternative(drawn),
     )
-    shell.follow(
-        record_table(
-            (TableColumn("Turn", "Order of arrival, from 0."), *request_rows.COLUMNS),
-            [turn_row(index, turn) for index, turn in enumerate(turns)],
-            key="turns_table",
-            caption="Turns of the conversation in the order of arrival",
-        )
+    record_table(
+        (TableColumn("Turn", "Order of arrival, from 0."), *request_rows.COLUMNS),
+        [turn_row(index, turn) for index, turn in enumerate(turns)],
+        key="turns_table",
+        caption="Turns of the conversation in the order of arrival",
     )
 
 

@@ -30,11 +30,31 @@ CHECKPOINT_COLUMNS = (
 )
 
 
-def body() -> None:
-    """The request that the address names, or a way to find one."""
+def controls() -> str:
+    """The id that the address names; a box to name one where it names none."""
     wanted = st.query_params.get("request", "").strip()
+    if wanted and shell.queries().requests_by_id(wanted):
+        return wanted
+    with (
+        st.form("find", border=False),
+        st.container(horizontal=True, vertical_alignment="bottom"),
+    ):
+        typed = st.text_input(
+            "Request id",
+            placeholder="chatcmpl-…",
+            help="The id that the client saw, or the engine core's.",
+        )
+        sent = st.form_submit_button("Open", type="primary")
+    if sent and typed.strip():
+        st.query_params["request"] = typed.strip()
+        st.rerun()
+    return wanted
+
+
+def body(wanted: str) -> None:
+    """The request that the address names, or the newest ones."""
     if not wanted:
-        choose()
+        newest()
         return
     found = shell.queries().requests_by_id(wanted)
     engine_id = st.query_params.get("engine")
@@ -48,22 +68,10 @@ def body() -> None:
     show(found[0])
 
 
-def choose() -> None:
-    """Ask for an id, and offer the newest requests."""
-    with (
-        st.form("find", border=False),
-        st.container(horizontal=True, vertical_alignment="bottom"),
-    ):
-        wanted = st.text_input(
-            "Request id",
-            placeholder="chatcmpl-…",
-            help="The id that the client saw, or the engine core's.",
-        )
-        sent = st.form_submit_button("Open", type="primary")
-    if sent and wanted.strip():
-        shell.follow({"page": "request", "params": {"request": wanted.strip()}})
-    newest = shell.queries().find_requests(RequestFilter(), limit=10)
-    if not newest:
+def newest() -> None:
+    """The newest requests, to choose from."""
+    rows = shell.queries().find_requests(RequestFilter(), limit=10)
+    if not rows:
         shell.empty_state(
             "No request has been seen yet",
             "Send one to an engine that is served with events on.",
@@ -71,13 +79,11 @@ def choose() -> None:
         )
         return
     st.subheader("Newest requests", anchor=False)
-    shell.follow(
-        record_table(
-            request_rows.COLUMNS,
-            [request_rows.request_row(row) for row in newest],
-            key="newest_table",
-            caption="The newest requests",
-        )
+    record_table(
+        request_rows.COLUMNS,
+        [request_rows.request_row(row) for row in rows],
+        key="newest_table",
+        caption="The newest requests",
     )
 
 
@@ -89,7 +95,7 @@ def not_found(wanted: str) -> None:
         "its events may have been lost (Stream health names lost ranges). Looked for:",
     )
     st.code(formatting.visible(wanted), language=None, wrap_lines=True)
-    choose()
+    newest()
 
 
 def several(found: list[dict[str, Any]]) -> None:
@@ -121,9 +127,7 @@ def several(found: list[dict[str, Any]]) -> None:
         for link, row in zip(links, found, strict=True)
     ]
     columns = [TableColumn("Engine start", "", "lead"), *request_rows.COLUMNS[3:7:3]]
-    shell.follow(
-        record_table(columns, rows, key="several_table", caption="Requests of this id")
-    )
+    record_table(columns, rows, key="several_table", caption="Requests of this id")
 
 
 def show(request: dict[str, Any]) -> None:
@@ -325,16 +329,14 @@ def reused_by(request: dict[str, Any], checkpoints: list[dict[str, Any]]) -> Non
 def _neighbour_table(rows: list[dict[str, Any]], key: str, caption: str) -> None:
     columns = [request_rows.COLUMNS[i] for i in (0, 1, 3)]
     cells = [request_rows.request_row(row) for row in rows]
-    shell.follow(
-        record_table(
-            columns,
-            [
-                TableRow(row.key, [row.cells[i] for i in (0, 1, 3)], row.name)
-                for row in cells
-            ],
-            key=key,
-            caption=caption,
-        )
+    record_table(
+        columns,
+        [
+            TableRow(row.key, [row.cells[i] for i in (0, 1, 3)], row.name)
+            for row in cells
+        ],
+        key=key,
+        caption=caption,
     )
 
 
@@ -466,4 +468,6 @@ def raw(request: dict[str, Any], checkpoints: list[dict[str, Any]]) -> None:
         st.code(text, language="json", height=320)
 
 
-shell.show("Request", "From its first token to what it left for the next.", body)
+shell.show_with_controls(
+    "Request", "From its first token to what it left for the next.", controls, body
+)

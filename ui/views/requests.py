@@ -219,13 +219,12 @@ def body(chosen: Chosen) -> None:
     if not rows:
         no_rows(wanted)
         return
-    opened = record_table(
+    record_table(
         request_rows.COLUMNS,
         [request_rows.request_row(row) for row in rows],
         key="requests_table",
         caption="Requests that match the filter",
     )
-    shell.follow(opened)
 
 
 def matches(wanted: RequestFilter, sort: str) -> tuple[int, list[Row], int]:
