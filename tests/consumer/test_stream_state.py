@@ -222,8 +222,15 @@ class StreamMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(1, 5))
     def repeat(self, back: int) -> None:
-        """A batch comes twice."""
+        """A batch comes twice, and before the stragglers of the former epoch.
+
+        Not before those of one that was never heard: nothing could tell which of the
+        two is the later.
+        """
         seq = self.publisher.next_seq - back
+        heard = {self.state.epoch, *self.reader.applied, *self.reader.lost}
+        if {epoch for epoch, _, _ in self.live} - heard - {self.publisher.epoch}:
+            return
         if seq >= self.publisher.first_seq and seq not in self.publisher.unreadable:
             self.live.insert(0, (self.publisher.epoch, seq, False))
 
