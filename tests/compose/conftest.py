@@ -156,6 +156,10 @@ def stack(docker: Docker) -> Iterator[Stack]:
             stack.compose("up", "--detach", "--no-build", timeout_s=HEALTHY_S * 2)
             stack.wait_healthy(*LONG_RUNNING)
         yield stack
+    if docker.own:
+        # Each run leaves the images of the one before without a name.
+        docker("image", "prune", "--force", timeout_s=300)
+        docker("builder", "prune", "--force", "--keep-storage=6GB", timeout_s=300)
 
 
 @contextlib.contextmanager

@@ -192,6 +192,9 @@ def _own_engine() -> Iterator[str]:
         except subprocess.TimeoutExpired:
             engine.kill()
             engine.wait()
+        # dockerd leaves the host's network namespace mounted there.
+        for left in RUN.glob("exec/netns/*"):
+            subprocess.run(["umount", left], check=False, stderr=subprocess.DEVNULL)
         shutil.rmtree(RUN, ignore_errors=True)
 
 

@@ -178,8 +178,10 @@ def _copy_interpreter(interpreter: Path, root: Path) -> None:
         check=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={"PYTHONDONTWRITEBYTECODE": "1", "PATH": SEARCH_PATH},
+        env={"PATH": SEARCH_PATH},
     )
+    for compiled in [*local.rglob("__pycache__")]:
+        shutil.rmtree(compiled)
 
 
 def _shared_libraries(programs: Sequence[Path]) -> set[Path]:
