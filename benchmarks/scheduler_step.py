@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import random
 import statistics
@@ -40,6 +41,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
 from vllm_fork.model_free import make_request, make_scheduler
 from vllm_fork.scheduler import with_checkpoints
@@ -56,7 +58,7 @@ MODES: Final[dict[str, dict[str, Any]]] = {
 
 
 class Arm:
-    """One scheduler that decodes ``num_running`` requests without end."""
+    """One scheduler that decodes ``num_running`` requests until they are dropped."""
 
     def __init__(
         self,
@@ -108,6 +110,14 @@ class Arm:
         self.scheduler.update_from_output(output, result)
         return scheduled + clock() - begin
 
+    def keep(self, num_running: int) -> None:
+        """Abort all but ``num_running`` requests, spread over the block as before."""
+        request_ids = list(self.scheduler.requests)
+        kept = set(request_ids[:: len(request_ids) // num_running][:num_running])
+        self.scheduler.finish_requests(
+            [r for r in request_ids if r not in kept], RequestStatus.FINISHED_ABORTED
+        )
+
     def turn(self) -> float:
         """The median step time (s) of a turn."""
         return statistics.median(self.step() for _ in range(STEPS_A_TURN))
@@ -148,18 +158,9 @@ def arm_settings() -> dict[str, dict[str, Any] | None]:
 
 
 def measure(
-    num_running: int,
-    num_rounds: int,
-    deadline: float,
-    is_async: bool,
-    clock: Callable[[], float],
-    seed: int,
+    arms: dict[str, Arm], num_rounds: int, deadline: float, seed: int
 ) -> dict[str, list[float]]:
     """Each arm's step time (s) in each round; fewer rounds if time is short."""
-    arms = {
-        name: Arm(settings, num_running, is_async, clock)
-        for name, settings in arm_settings().items()
-    }
     for arm in arms.values():
         arm.turn()
     # As vLLM's engine core does once it has started.
@@ -174,8 +175,6 @@ def measure(
             rounds[name].append(arms[name].turn())
         if time.monotonic() > deadline:
             break
-    for arm in arms.values():
-        arm.close()
     gc.unfreeze()
     return rounds
 
@@ -202,9 +201,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
-    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument(
-        "--seconds", type=float, default=85, help="after the imports; fewer rounds"
+        "--seconds", type=float, default=90, help="for all, but the imports"
     )
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
     parser.add_argument("--scheduler", choices=["sync", "async"], default="async")
@@ -212,19 +211,23 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
+    deadline = time.monotonic() + args.seconds
+    clock = time.thread_time if args.clock == "cpu" else time.perf_counter
+    arms = {
+        name: Arm(settings, max(args.running), args.scheduler == "async", clock)
+        for name, settings in arm_settings().items()
+    }
     ratio: dict[str, float] = {}
     extra: dict[str, float] = {}
-    start = time.monotonic()
-    for i, num_running in enumerate(args.running):
-        left = start + args.seconds - time.monotonic()
-        rounds = measure(
-            num_running,
-            args.rounds,
-            time.monotonic() + left / (len(args.running) - i),
-            args.scheduler == "async",
-            time.thread_time if args.clock == "cpu" else time.perf_counter,
-            args.seed,
-        )
+    todo = sorted(args.running, reverse=True)
+    for i, num_running in enumerate(todo):
+        for arm in arms.values():
+            arm.keep(num_running)
+        now = time.monotonic()
+        # A step of more requests takes longer, and is a mean of more.
+        weight = math.sqrt(num_running) / sum(map(math.sqrt, todo[i:]))
+        share = (deadline - now) * weight
+        rounds = measure(arms, args.rounds, now + share, args.seed)
         stock_us = statistics.median(rounds["stock"]) * 1e6
         print(
             f"{num_running} running, {len(rounds['stock'])} rounds: a stock step takes "
@@ -238,6 +241,8 @@ def main() -> None:
                 f"  {name:20} x {times:.4f}  {more:+.3f} µs a request and step",
                 file=sys.stderr,
             )
+    for arm in arms.values():
+        arm.close()
     aa_spread = max(
         abs(value - 1)
         for name, value in ratio.items()
