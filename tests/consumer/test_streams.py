@@ -79,7 +79,7 @@ def test_what_is_missing_is_asked_for_and_put_in_its_place(
     (request,) = rows(sqlite_url, tables.requests)
     assert request["status"] == "finished"
     assert not request["incomplete"]
-    assert stream()["state"] == "live"
+    wait_for(lambda: stream()["state"] == "live")
     assert stream()["num_replayed"] == 2
     assert stream()["num_lost"] == 0
     (gap,) = rows(sqlite_url, tables.gaps)

@@ -44,9 +44,12 @@ def log() -> Iterator[list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("vllm_fork")
+    level = logger.level
+    logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     yield lines
     logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 def _folder(folder: Path, config: dict) -> Path:

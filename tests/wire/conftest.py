@@ -165,13 +165,17 @@ def make_publisher() -> Iterator[Callable[..., CheckpointPublisher]]:
 
 @pytest.fixture
 def log() -> Iterator[list[str]]:
-    """What the publisher says. (caplog sees it only while vLLM is not loaded.)"""
+    """What the publisher says, whatever vLLM has made of the log meanwhile."""
+    logger = publisher_module.logger
+    level = logger.level
+    logger.setLevel(logging.INFO)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    publisher_module.logger.addHandler(handler)
+    logger.addHandler(handler)
     yield lines
-    publisher_module.logger.removeHandler(handler)
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 @pytest.fixture
