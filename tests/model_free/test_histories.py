@@ -76,13 +76,18 @@ MODES = [
 
 
 def minimum_blocks(
-    num_tokens: int, block_size: int, mode: Mode, num_mamba_groups: int, exports: bool
+    num_tokens: int,
+    block_size: int,
+    mode: Mode,
+    num_attention_groups: int,
+    num_mamba_groups: int,
+    exports: bool,
 ) -> int:
     """Blocks with which stock vLLM finishes a lone request of ``num_tokens``."""
     drafts = mode.num_speculative_tokens
     attention = cdiv(num_tokens + drafts, block_size) + 1
     recurrent = 3 + drafts + exports
-    return 1 + attention + num_mamba_groups * recurrent
+    return 1 + num_attention_groups * attention + num_mamba_groups * recurrent
 
 
 @cache
@@ -137,6 +142,7 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(
         mode=st.sampled_from(MODES),
+        num_attention_groups=st.sampled_from([1, 1, 2]),
         num_mamba_groups=st.integers(1, 3),
         exports=st.booleans(),
         num_request_blocks=st.sampled_from([4, 16, 16]),
@@ -152,6 +158,7 @@ class Histories(RuleBasedStateMachine):
     def start(
         self,
         mode,
+        num_attention_groups,
         num_mamba_groups,
         exports,
         num_request_blocks,
@@ -180,10 +187,16 @@ class Histories(RuleBasedStateMachine):
             accept=lambda request_id, position, drafts: acceptance.randint(0, drafts),
             block_size=self.block_size,
             hash_unit=self.hash_unit,
+            num_attention_groups=num_attention_groups,
             num_mamba_groups=num_mamba_groups,
             num_blocks=slack
             + minimum_blocks(
-                self.max_tokens, self.block_size, mode, num_mamba_groups, exports
+                self.max_tokens,
+                self.block_size,
+                mode,
+                num_attention_groups,
+                num_mamba_groups,
+                exports,
             ),
             async_scheduling=mode.is_async,
             num_speculative_tokens=mode.num_speculative_tokens,
