@@ -201,7 +201,9 @@ class RetentionController:
     @property
     def unsettled(self) -> bool:
         """Whether :meth:`accept_outputs` has anything to look at."""
-        return bool(self._pending or self._crossing or self.copies)
+        if self._pending or self._crossing:
+            return True
+        return self.copies is not None and self.copies.unsettled
 
     def accept_outputs(self, requests: Mapping[str, Request]) -> None:
         """Promote the pins whose step's output was accepted.

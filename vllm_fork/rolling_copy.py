@@ -79,22 +79,21 @@ class RollingCopies:
         blocks; the next one has to copy it first."""
         self._due[request_id] = boundary
 
-    def queue(self, running: Iterable[Request], scheduled: Mapping[str, int]) -> None:
+    def queue(
+        self, requests: Mapping[str, Request], scheduled: Mapping[str, int]
+    ) -> None:
         """Queue the copies that the step being scheduled has to run first.
 
         Call after the step's allocations and before its copies are drained
         (``_make_cached_request_data``); ``num_computed_tokens`` does not count the
-        step yet.
+        step yet. ``requests`` are the scheduler's, by id.
         """
-        if not self._due:
-            return
-        for request in running:
-            boundary = self._due.get(request.request_id)
-            if boundary is None or request.request_id not in scheduled:
-                continue
-            del self._due[request.request_id]
-            if request.num_computed_tokens == boundary:
-                self._queue_one(request, boundary)
+        for request_id in list(self._due):
+            if request_id in scheduled:
+                boundary = self._due.pop(request_id)
+                request = requests[request_id]
+                if request.num_computed_tokens == boundary:
+                    self._queue_one(request, boundary)
 
     def park(self) -> None:
         """Let the pool count the spares as free again; call after ``schedule``."""
@@ -102,6 +101,11 @@ class RollingCopies:
             request_id, spare = self._unparked.popitem()
             spare.parked = True
             self._pool.unpin_blocks(spare.blocks, self._watcher(request_id))
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether :meth:`accept` has anything to look at."""
+        return bool(self._unpromoted)
 
     def accept(self, executed: Callable[[str], int]) -> None:
         """Promote the copies whose state's step was accepted.

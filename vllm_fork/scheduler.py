@@ -385,7 +385,7 @@ class CheckpointSchedulerMixin(_Base):
                 self._run(
                     "a rolling copy",
                     self.retention.copies.queue,
-                    running_reqs,
+                    self.requests,
                     num_scheduled_tokens,
                 )
             return make(running_reqs, resumed_reqs, num_scheduled_tokens, *args)
