@@ -214,7 +214,8 @@ class Store:
                 f"the store {self.name} needs {error.name or 'a driver'}, which is "
                 "not installed: pip install 'vllm-fork[postgres]'"
             ) from None
-        event.listen(engine, "connect", _configure_sqlite)
+        configure = _configure_reader if self._read_only else _configure_writer
+        event.listen(engine, "connect", configure)
         return engine
 
     def _refuse_absent_file(self) -> None:
@@ -509,7 +510,12 @@ def _records(
     return [kind(**row) for row in connection.execute(statement).mappings()]
 
 
-def _configure_sqlite(connection: Any, _record: object) -> None:
+def _configure_reader(connection: Any, _record: object) -> None:
+    connection.execute(f"PRAGMA busy_timeout={SQLITE_BUSY_MS}")
+    connection.execute("PRAGMA query_only=ON")
+
+
+def _configure_writer(connection: Any, _record: object) -> None:
     connection.execute(f"PRAGMA busy_timeout={SQLITE_BUSY_MS}")
     # Of a new file only. Rows are wide and their indexes many: larger pages split
     # less often.
