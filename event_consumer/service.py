@@ -34,7 +34,7 @@ from event_consumer.records import (
 )
 from event_consumer.settings import ConsumerSettings, SettingsError
 from event_consumer.store import ChangeSet, Store, StoreError
-from event_consumer.subscriber import TICK_S, Subscriber, curve_keys
+from event_consumer.subscriber import TICK_S, Subscriber, check_addresses, curve_keys
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +182,8 @@ class Service:
         """Subscribe to what is new in ``found``, leave what is not in it."""
         wanted = {each.endpoint: each for each in found}
         curve = {each.endpoint: curve_keys(each) for each in found}
+        for each in found:
+            check_addresses(each)
         for name, (endpoint, _, task) in list(self._subscribers.items()):
             if wanted.get(name) == endpoint:
                 del wanted[name]
@@ -272,24 +274,28 @@ class Service:
             StoreError: nothing was written; the next call tries the same again.
         """
         async with self._committing:
-            taken = self._uncommitted or self.intake.take(time.time_ns())
-            if not taken.changes.num_rows:
-                return
-            self._uncommitted = taken
-            try:
-                await self._write(taken.changes)
-            except StoreError as error:
-                if self.store_error is None:
-                    logger.error("%s", error)
-                self.store_error = str(error)
-                self._limit()
-                raise
-            if self.store_error is not None:
-                logger.warning("The store can be written again.")
-                self.store_error = None
-            self._uncommitted = None
+            if self._uncommitted is not None:
+                await self._commit_taken(self._uncommitted)
+            taken = self.intake.take(time.time_ns())
+            if taken.changes.num_rows:
+                await self._commit_taken(taken)
+
+    async def _commit_taken(self, taken: Taken) -> None:
+        self._uncommitted = taken
+        try:
+            await self._write(taken.changes)
+        except StoreError as error:
+            if self.store_error is None:
+                logger.error("%s", error)
+            self.store_error = str(error)
+            raise
+        finally:
             self._limit()
-            self._tell(taken.closed, taken.evicted)
+        if self.store_error is not None:
+            logger.warning("The store can be written again.")
+            self.store_error = None
+        self._uncommitted = None
+        self._tell(taken.closed, taken.evicted)
 
     async def _write(self, changes: ChangeSet) -> None:
         if self._store.is_local:
@@ -320,15 +326,11 @@ class Service:
             self._gate.clear()
 
     async def _drain(self) -> None:
-        """What was read is committed; tried once, for the positions say the rest."""
-        for _ in range(2):  # what an earlier flush could not write, then the rest
-            try:
-                await self._commit()
-            except StoreError as error:
-                logger.error(
-                    "%s; what came last will be replayed at the next start", error
-                )
-                return
+        """Commit what was read; tried once, for the positions say the rest."""
+        try:
+            await self._commit()
+        except StoreError as error:
+            logger.error("%s; the next start asks for the rest again", error)
 
     async def _delete_old(self) -> None:
         if not self.settings.keep_days:

@@ -339,6 +339,27 @@ def _summary(payload: bytes) -> ReplaySummary:
         return ReplaySummary()
 
 
+def check_addresses(endpoint: Endpoint) -> None:
+    """Whether ZMQ can make sense of the addresses; nobody need listen there.
+
+    Raises:
+        SettingsError: one is no address.
+    """
+    for address in (endpoint.endpoint, endpoint.replay, endpoint.kv_events):
+        if address is None:
+            continue
+        probe: zmq.Socket[bytes]
+        with zmq.Context.instance().socket(zmq.SUB) as probe:
+            probe.linger = 0
+            probe.ipv6 = "[" in address
+            try:
+                probe.connect(address)
+            except zmq.ZMQError as error:
+                raise SettingsError(
+                    f"The endpoint {address} is no address: {error.strerror}."
+                ) from None
+
+
 def curve_keys(endpoint: Endpoint) -> CurveKeys | None:
     """The keys of the settings; None without CURVE.
 

@@ -189,6 +189,11 @@ def test_the_same_stream_is_the_same_in_both_stores(
             2,
             "must be tcp://HOST:PORT",
         ),
+        (
+            ["run", "--endpoint", "tcp://no host:1", "--replay", "none"],
+            2,
+            "tcp://no host:1 is no address",
+        ),
         (["run", "--config", "/no/such.toml"], 2, "cannot be read"),
         (["run", "--config", "WRONG"], 2, "did you mean store?"),
         (["run", "--config", "NOT_TOML"], 2, "is not TOML"),
