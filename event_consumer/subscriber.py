@@ -348,16 +348,16 @@ def check_addresses(endpoint: Endpoint) -> None:
     for address in (endpoint.endpoint, endpoint.replay, endpoint.kv_events):
         if address is None:
             continue
-        probe: zmq.Socket[bytes]
-        with zmq.Context.instance().socket(zmq.SUB) as probe:
-            probe.linger = 0
-            probe.ipv6 = "[" in address
-            try:
-                probe.connect(address)
-            except zmq.ZMQError as error:
-                raise SettingsError(
-                    f"The endpoint {address} is no address: {error.strerror}."
-                ) from None
+        probe = zmq.Context.instance().socket(zmq.SUB)
+        probe.setsockopt(zmq.IPV6, "[" in address)
+        try:
+            probe.connect(address)
+        except zmq.ZMQError as error:
+            raise SettingsError(
+                f"The endpoint {address} is no address: {error.strerror}."
+            ) from None
+        finally:
+            probe.close(linger=0)
 
 
 def curve_keys(endpoint: Endpoint) -> CurveKeys | None:
