@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import zmq
@@ -348,7 +348,7 @@ def check_addresses(endpoint: Endpoint) -> None:
     for address in (endpoint.endpoint, endpoint.replay, endpoint.kv_events):
         if address is None:
             continue
-        probe = zmq.Context.instance().socket(zmq.SUB)
+        probe: Any = zmq.Context.instance().socket(zmq.SUB)
         probe.setsockopt(zmq.IPV6, "[" in address)
         try:
             probe.connect(address)
