@@ -8,15 +8,15 @@ whose ratio to ``stock`` is the noise; ``retention`` (block boundaries alone),
 real publisher. Requests start at lengths spread over a block, so that block boundaries
 and copies spread over the steps.
 
-The arms take turns of a few steps in an order drawn anew each round; a round's step
-time of an arm is the median of its turn, and ratios are taken within a round. Time is
-the CPU time of the stepping thread, which other work on the machine stretches less;
+The arms take turns of a few steps in an order drawn anew each round, so that all meet
+the same machine; an arm's step time is the median of all its steps. Time is the CPU
+time of the stepping thread, which other work on the machine stretches less;
 ``--clock wall`` shows waits as well::
 
     python benchmarks/scheduler_step.py --json
 
 prints ``{"ratio": {"<arm>@<running>": …}, "aa_spread": …, "extra_us_per_request_step":
-{…}}``: medians over the rounds. ``aa_spread`` is the largest distance of a
+{…}}``: against the median step of ``stock``. ``aa_spread`` is the largest distance of a
 ``stock_again`` ratio from 1.
 """
 
@@ -86,14 +86,22 @@ class Arm:
         numbers = random.Random(0)
         for i in range(num_running):
             length = 20 + i * BLOCK // num_running
-            prompt = [numbers.randrange(20, 500) for _ in range(length)]
+            prompt = numbers.choices(range(20, 500), k=length)
             self.scheduler.add_request(
                 make_request(f"request-{i}", prompt, hash_unit=HASH_UNIT)
             )
-        while self.scheduler.waiting or any(
-            request.is_prefill_chunk for request in self.scheduler.running
+        self._prefill()
+
+    def _prefill(self) -> None:
+        """Get all prompts out of the way in a few huge steps."""
+        scheduler, config = self.scheduler, self.scheduler.scheduler_config
+        usual = scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = config.max_num_batched_tokens = 1 << 24
+        while scheduler.waiting or any(
+            request.is_prefill_chunk for request in scheduler.running
         ):
             self.step()
+        scheduler.max_num_scheduled_tokens = config.max_num_batched_tokens = usual
 
     def step(self) -> float:
         """Seconds that one step takes the engine's thread."""
@@ -118,9 +126,9 @@ class Arm:
             [r for r in request_ids if r not in kept], RequestStatus.FINISHED_ABORTED
         )
 
-    def turn(self) -> float:
-        """The median step time (s) of a turn."""
-        return statistics.median(self.step() for _ in range(STEPS_A_TURN))
+    def turn(self) -> list[float]:
+        """The step times (s) of a turn."""
+        return [self.step() for _ in range(STEPS_A_TURN)]
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -160,40 +168,23 @@ def arm_settings() -> dict[str, dict[str, Any] | None]:
 def measure(
     arms: dict[str, Arm], num_rounds: int, deadline: float, seed: int
 ) -> dict[str, list[float]]:
-    """Each arm's step time (s) in each round; fewer rounds if time is short."""
+    """Each arm's step times (s); fewer rounds if time is short."""
     for arm in arms.values():
         arm.turn()
     # As vLLM's engine core does once it has started.
     gc.collect()
     gc.freeze()
-    rounds: dict[str, list[float]] = {name: [] for name in arms}
+    times: dict[str, list[float]] = {name: [] for name in arms}
     order = random.Random(seed)
     for _ in range(num_rounds):
         names = list(arms)
         order.shuffle(names)
         for name in names:
-            rounds[name].append(arms[name].turn())
+            times[name] += arms[name].turn()
         if time.monotonic() > deadline:
             break
     gc.unfreeze()
-    return rounds
-
-
-def compare(rounds: dict[str, list[float]], num_running: int) -> dict[str, Any]:
-    """Median ratio to ``stock`` and extra µs a request and step, by arm."""
-    stock = rounds["stock"]
-    found = {}
-    for name, times in rounds.items():
-        if name == "stock":
-            continue
-        pairs = list(zip(times, stock, strict=True))
-        found[name] = (
-            statistics.median(mine / other for mine, other in pairs),
-            statistics.median(mine - other for mine, other in pairs)
-            * 1e6
-            / num_running,
-        )
-    return found
+    return times
 
 
 def main() -> None:
@@ -203,7 +194,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument(
-        "--seconds", type=float, default=90, help="for all, but the imports"
+        "--seconds", type=float, default=80, help="for all, but the imports"
     )
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
     parser.add_argument("--scheduler", choices=["sync", "async"], default="async")
@@ -227,18 +218,21 @@ def main() -> None:
         # A step of more requests takes longer, and is a mean of more.
         weight = math.sqrt(num_running) / sum(map(math.sqrt, todo[i:]))
         share = (deadline - now) * weight
-        rounds = measure(arms, args.rounds, now + share, args.seed)
-        stock_us = statistics.median(rounds["stock"]) * 1e6
+        times = measure(arms, args.rounds, now + share, args.seed)
+        median_us = {name: statistics.median(t) * 1e6 for name, t in times.items()}
+        stock_us = median_us.pop("stock")
         print(
-            f"{num_running} running, {len(rounds['stock'])} rounds: a stock step takes "
-            f"{stock_us:.0f} µs",
+            f"{num_running} running: the median of {len(times['stock'])} stock steps "
+            f"is {stock_us:.0f} µs",
             file=sys.stderr,
         )
-        for name, (times, more) in compare(rounds, num_running).items():
-            ratio[f"{name}@{num_running}"] = round(times, 4)
-            extra[f"{name}@{num_running}"] = round(more, 4)
+        for name, arm_us in median_us.items():
+            label = f"{name}@{num_running}"
+            ratio[label] = round(arm_us / stock_us, 4)
+            extra[label] = round((arm_us - stock_us) / num_running, 4)
             print(
-                f"  {name:20} x {times:.4f}  {more:+.3f} µs a request and step",
+                f"  {name:20} x {ratio[label]:.4f}  "
+                f"{extra[label]:+.3f} µs a request and step",
                 file=sys.stderr,
             )
     for arm in arms.values():
