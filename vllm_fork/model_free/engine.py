@@ -75,11 +75,6 @@ class ModelFreeEngine:
     def has_work(self) -> bool:
         return bool(self._queue or self._aborts or self.scheduler.has_requests())
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps that were scheduled and whose output was not processed."""
-        return len(self._queue)
-
     def step(self) -> None:
         """One turn of the engine core's busy loop."""
         if self.scheduler.has_requests():
