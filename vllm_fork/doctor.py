@@ -153,11 +153,11 @@ def _examine_settings(
     if not settings.retain:
         report.add("settings", "problem", SWITCHED_OFF)
         return settings
-    tail = "exact tail" if settings.exact_tail else "block boundaries"
+    tail = " and the exact tail" if settings.exact_tail else ""
     interval = settings.copy_interval
     copies = f", a copy each {interval} tokens" if interval else ""
     ends = ", ".join(sorted(settings.publish_on)) or "nothing"
-    report.add("settings", "ok", f"Retained on {ends}: {tail}{copies}.")
+    report.add("settings", "ok", f"Retained on {ends}: block boundaries{tail}{copies}.")
     if plain is None:
         report.add(
             "settings",

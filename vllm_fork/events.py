@@ -70,9 +70,9 @@ DISCARD_REASONS: Final = (
 HIT_LIMITS: Final = (
     "prompt_end",  # everything reusable was reused
     "recurrent_state",  # attention was cached deeper than the recurrent state
-    "attention",
+    "attention",  # nothing deeper was cached: new text, or evicted blocks
     "skipped",  # the request asked not to read the prefix cache, or it is off
-    "connector",
+    "connector",  # a KV connector brought the rest
 )
 
 EVICTION_REASONS: Final = ("lru", "cache_reset", "replaced")
