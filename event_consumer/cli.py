@@ -267,6 +267,8 @@ def main() -> None:
         _fail(str(error), 2)
     except StoreError as error:
         _fail(f"{str(error)[0].upper()}{str(error)[1:]}", 1)
+    except OverflowError:
+        _fail("A number is too large: the store holds whole numbers below 2^63.", 2)
     except typer.Abort:
         _fail("Interrupted.", 1)
     except BrokenPipeError:

@@ -187,6 +187,7 @@ class Store:
         self._url = _parse_url(url)
         self.name = self._url.render_as_string(hide_password=True)
         self._read_only = read_only
+        self._refuse_memory()
         if read_only:
             self._refuse_absent_file()
         try:
@@ -218,9 +219,17 @@ class Store:
         event.listen(engine, "connect", configure)
         return engine
 
+    def _refuse_memory(self) -> None:
+        path = self._url.database
+        if self._url.get_backend_name() == "sqlite" and path in (None, "", ":memory:"):
+            raise StoreError(
+                f"the store {self.name} is in memory, where nobody else could read "
+                "it: name a file, such as sqlite:///vllm-fork.db"
+            )
+
     def _refuse_absent_file(self) -> None:
         path = self._url.database
-        if self._url.get_backend_name() != "sqlite" or path in (None, "", ":memory:"):
+        if self._url.get_backend_name() != "sqlite":
             return
         if not Path(str(path)).exists():
             raise StoreError(

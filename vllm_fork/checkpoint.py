@@ -28,7 +28,11 @@ class RequestIdentity(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, hash_session_id: bool = False) -> RequestIdentity:
-        """Read a request's names; a session id is capped, and hashed on request."""
+        """Read a request's names; a session id is capped, and hashed on request.
+
+        Clients choose some of them: a NUL, which no database takes in a text, is
+        replaced.
+        """
         session_id = request.session_id
         if session_id is not None:
             session_id = str(session_id)
@@ -38,12 +42,16 @@ class RequestIdentity(NamedTuple):
             session_id = session_id[:MAX_SESSION_ID_CHARS]
         headers = request.trace_headers or {}
         return cls(
-            request.request_id,
-            getattr(request, EXTERNAL_ID_ATTRIBUTE, None),
-            session_id,
-            headers.get("traceparent"),
-            headers.get("tracestate"),
+            _storable(request.request_id) or "",
+            _storable(getattr(request, EXTERNAL_ID_ATTRIBUTE, None)),
+            _storable(session_id),
+            _storable(headers.get("traceparent")),
+            _storable(headers.get("tracestate")),
         )
+
+
+def _storable(text: str | None) -> str | None:
+    return text and text.replace("\0", "\ufffd")
 
 
 @dataclass(slots=True, eq=False)

@@ -158,9 +158,11 @@ def tiny_model(
     """Write the tiny hybrid model and its tokenizer, which a CPU serves at once."""
     _quiet_libraries()
     try:
-        from vllm_fork.tiny_model import write_tiny_model
+        from vllm_fork.tiny_model import holds_another_model, write_tiny_model
     except ImportError as error:
         _fail(_missing(error), 1)
+    if holds_another_model(directory):
+        _fail(f"{directory} holds another model already: name a new folder.", 1)
     try:
         write_tiny_model(directory)
     except OSError as error:

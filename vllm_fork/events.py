@@ -17,7 +17,7 @@ Never on the wire: token ids and text.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
@@ -77,6 +77,12 @@ HIT_LIMITS: Final = (
 
 EVICTION_REASONS: Final = ("lru", "cache_reset", "replaced")
 
+# What a reader's database takes: an event with a number beyond is not decoded.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Tokens, blocks, and other things that fit 32 bits."""
+BigCount = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
 
 class Event(
     msgspec.Struct,
@@ -93,8 +99,8 @@ class Event(
     latter, which no clock adjustment moves.
     """
 
-    time_unix_ns: int
-    monotonic_ns: int
+    time_unix_ns: Nanoseconds
+    monotonic_ns: Nanoseconds
 
 
 class RequestEvent(Event, kw_only=True):
@@ -120,8 +126,8 @@ class CheckpointEvent(RequestEvent, kw_only=True):
     ``boundary_kind`` is one of :data:`CHECKPOINT_KINDS`.
     """
 
-    checkpoint_id: int
-    boundary: int
+    checkpoint_id: BigCount
+    boundary: Count
     boundary_kind: str
 
 
@@ -132,15 +138,15 @@ class CheckpointPinned(CheckpointEvent, kw_only=True):
     in the order of those groups.
     """
 
-    num_blocks: int
-    block_ids: list[int] = []
+    num_blocks: Count
+    block_ids: list[Count] = []
 
 
 class CheckpointPromoted(CheckpointEvent, kw_only=True):
     """The step's output was accepted: this is now *the* request's checkpoint."""
 
-    supersedes_boundary: int | None = None
-    supersedes_checkpoint_id: int | None = None
+    supersedes_boundary: Count | None = None
+    supersedes_checkpoint_id: BigCount | None = None
 
 
 class CheckpointPublished(CheckpointEvent, kw_only=True):
@@ -167,7 +173,7 @@ class CheckpointEvicted(CheckpointEvent, kw_only=True):
 
     reason: str
     age_s: float
-    num_hits: int = 0
+    num_hits: Count = 0
 
 
 class PrefixReused(RequestEvent, kw_only=True):
@@ -181,18 +187,18 @@ class PrefixReused(RequestEvent, kw_only=True):
     was resumed from, where the hit was one of ours.
     """
 
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_external_tokens: int = 0
+    num_prompt_tokens: Count
+    num_cached_tokens: Count
+    num_external_tokens: Count = 0
     resumed: bool = False
     hit_limited_by: str | None = None
-    shared_prefix_boundary: int | None = None
+    shared_prefix_boundary: Count | None = None
     source_kind: str = NONE
     source_request_id: str | None = None
     source_external_request_id: str | None = None
-    source_checkpoint_id: int | None = None
-    source_boundary: int | None = None
-    arrival_unix_ns: int | None = None
+    source_checkpoint_id: BigCount | None = None
+    source_boundary: Count | None = None
+    arrival_unix_ns: Nanoseconds | None = None
 
 
 class RequestFinished(RequestEvent, kw_only=True):
@@ -205,17 +211,17 @@ class RequestFinished(RequestEvent, kw_only=True):
     ``disabled`` or ``unsupported:<what>``.
     """
 
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
+    num_prompt_tokens: Count
+    num_output_tokens: Count
+    num_cached_tokens: Count
     finish_reason: str
-    num_preemptions: int = 0
-    num_superseded: int = 0
-    retained_boundary: int | None = None
+    num_preemptions: Count = 0
+    num_superseded: Count = 0
+    retained_boundary: Count | None = None
     retained_kind: str | None = None
     no_checkpoint_reason: str | None = None
     stop_reason: str | int | None = None
-    arrival_unix_ns: int | None = None
+    arrival_unix_ns: Nanoseconds | None = None
 
 
 class EngineStarted(Event, kw_only=True):
@@ -231,12 +237,12 @@ class EngineStarted(Event, kw_only=True):
     retention: str
     retention_reason: str | None = None
     exact_tail: str = "off"
-    copy_interval: int = 0
+    copy_interval: Count = 0
     publish_on: list[str] = []
-    block_size: int | None = None
-    hash_unit: int | None = None
-    num_blocks: int | None = None
-    num_mamba_groups: int = 0
+    block_size: Count | None = None
+    hash_unit: Count | None = None
+    num_blocks: Count | None = None
+    num_mamba_groups: Count = 0
     async_scheduling: bool | None = None
 
 
@@ -248,8 +254,8 @@ class EventsDropped(Event, kw_only=True):
     """``count`` events never reached the stream: the publisher's queue was full,
     or they failed to encode (``num_encode_errors`` of them)."""
 
-    count: int
-    num_encode_errors: int = 0
+    count: BigCount
+    num_encode_errors: BigCount = 0
 
 
 AnyEvent = (
@@ -277,8 +283,8 @@ class EventBatch(msgspec.Struct, array_like=True, kw_only=False, gc=False):
 
     ts: float
     events: list[Any]
-    data_parallel_rank: int | None = None
-    schema_version: int = SCHEMA_VERSION
+    data_parallel_rank: Count | None = None
+    schema_version: Count = SCHEMA_VERSION
     engine_id: str = ""
     """A UUID drawn at engine start: the epoch."""
     label: str = ""

@@ -111,6 +111,17 @@ def tiny_config() -> dict[str, Any]:
     }
 
 
+def holds_another_model(directory: Path) -> bool:
+    """Whether ``directory`` has a ``config.json`` that is not the tiny model's."""
+    try:
+        text = (directory / "config.json").read_text(encoding="utf-8")
+        return bool(json.loads(text) != tiny_config())
+    except ValueError:
+        return True
+    except OSError:
+        return False
+
+
 def write_tiny_model(directory: Path) -> None:
     """Write configuration, weights, tokenizer and chat template to ``directory``.
 
