@@ -149,7 +149,9 @@ def stack(docker: Docker) -> Iterator[Stack]:
             with timed(f"image of {service}"):
                 stack.compose("build", service, timeout_s=BUILD_S)
         with timed("stand-in for Jaeger"):
-            image = stack.compose("config", "--images", "event-consumer").split()[-1]
+            # Compose names those of the services it depends on as well.
+            images = stack.compose("config", "--images", "event-consumer").split()
+            image = next(name for name in images if "event-consumer" in name)
             stand_in_images.make_jaeger(docker, wanted, image)
         running.callback(stack.compose, "down", "--volumes", timeout_s=300, check=False)
         with timed("compose up"):
