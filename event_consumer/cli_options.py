@@ -45,6 +45,28 @@ LimitOption = Annotated[
     int, typer.Option(min=1, max=10_000, help="At most so many, latest first.")
 ]
 
+SessionOption = Annotated[str | None, typer.Option(help="Session or conversation id.")]
+EngineOption = Annotated[str | None, typer.Option(help="Engine id.")]
+LabelOption = Annotated[str | None, typer.Option(help="Label of the engine.")]
+MaxHitsOption = Annotated[
+    int | None, typer.Option(help="Has a checkpoint that was hit at most so often.")
+]
+MinDepthOption = Annotated[
+    int | None, typer.Option(help="Reused at least so many tokens.")
+]
+MaxDepthOption = Annotated[
+    int | None, typer.Option(help="Reused at most so many tokens.")
+]
+MinPrefilledOption = Annotated[
+    int | None, typer.Option(help="Prefilled at least so many prompt tokens.")
+]
+IncompleteOption = Annotated[
+    bool | None, typer.Option(help="Whether events of it may be missing.")
+]
+SinceOption = Annotated[
+    str | None, typer.Option(help="90s, 15m, 2h, 7d, or an ISO 8601 time.")
+]
+
 
 def one_of(option: str, value: str | None, known: Sequence[str]) -> str | None:
     """``value``, if it is one of ``known`` or was not given.

@@ -10,8 +10,17 @@ import typer
 from event_consumer.cli_options import (
     STAGES,
     STATUSES,
+    EngineOption,
+    IncompleteOption,
     JsonOption,
+    LabelOption,
     LimitOption,
+    MaxDepthOption,
+    MaxHitsOption,
+    MinDepthOption,
+    MinPrefilledOption,
+    SessionOption,
+    SinceOption,
     StoreOption,
     one_of,
     parse_time,
@@ -57,11 +66,9 @@ def traces(
     request: Annotated[
         str | None, typer.Option(help="Request id, external id or trace id.")
     ] = None,
-    session: Annotated[
-        str | None, typer.Option(help="Session or conversation id.")
-    ] = None,
-    engine: Annotated[str | None, typer.Option(help="Engine id.")] = None,
-    label: Annotated[str | None, typer.Option(help="Label of the engine.")] = None,
+    session: SessionOption = None,
+    engine: EngineOption = None,
+    label: LabelOption = None,
     model: Annotated[str | None, typer.Option(help="Name of the model.")] = None,
     status: Annotated[str | None, typer.Option(help=", ".join(STATUSES) + ".")] = None,
     stage: Annotated[
@@ -94,19 +101,10 @@ def traces(
         str | None,
         typer.Option(help="Resumed from a checkpoint of this request (either id)."),
     ] = None,
-    max_hits: Annotated[
-        int | None,
-        typer.Option(help="Has a checkpoint that was hit at most so often."),
-    ] = None,
-    min_depth: Annotated[
-        int | None, typer.Option(help="Reused at least so many tokens.")
-    ] = None,
-    max_depth: Annotated[
-        int | None, typer.Option(help="Reused at most so many tokens.")
-    ] = None,
-    min_prefilled: Annotated[
-        int | None, typer.Option(help="Prefilled at least so many prompt tokens.")
-    ] = None,
+    max_hits: MaxHitsOption = None,
+    min_depth: MinDepthOption = None,
+    max_depth: MaxDepthOption = None,
+    min_prefilled: MinPrefilledOption = None,
     min_reprefilled: Annotated[
         int | None,
         typer.Option(
@@ -129,12 +127,8 @@ def traces(
             "--evicted-before-use", help="Left a checkpoint that was evicted unused."
         ),
     ] = False,
-    incomplete: Annotated[
-        bool | None, typer.Option(help="Whether events of it may be missing.")
-    ] = None,
-    since: Annotated[
-        str | None, typer.Option(help="90s, 15m, 2h, 7d, or an ISO 8601 time.")
-    ] = None,
+    incomplete: IncompleteOption = None,
+    since: SinceOption = None,
     until: Annotated[str | None, typer.Option(help="Likewise.")] = None,
     order: Annotated[str, typer.Option(help=", ".join(ORDERS) + ".")] = ORDERS[0],
     by: Annotated[
