@@ -1,7 +1,7 @@
 """Drives a scheduler the way vLLM's engine core does, without processes."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,9 @@ class ModelFreeEngine:
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._num_speculative_tokens = scheduler.num_spec_tokens
 
-    def add(
-        self, request: Request, completion: Sequence[int], seed: Hashable = None
-    ) -> Request:
+    def add(self, request: Request, completion: Sequence[int]) -> Request:
         """Queue ``request``; it will sample ``completion`` until it is stopped."""
-        self.worker.expect(request, completion, seed)
+        self.worker.expect(request, completion)
         self.requests[request.request_id] = request
         self.finished[request.request_id] = FinishedRequest()
         self.scheduler.add_request(request)

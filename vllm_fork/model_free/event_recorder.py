@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_fork.event_queue import QueuedEvent, made
 from vllm_fork.events import (
     CheckpointDiscarded,
     CheckpointEvent,
@@ -26,8 +27,8 @@ class EventRecorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def publish(self, events: Sequence[Event]) -> None:
-        self.events.extend(events)
+    def publish(self, events: Sequence[QueuedEvent]) -> None:
+        self.events.extend(map(made, events))
 
     def shutdown(self, timeout_s: float = 1.0) -> None:
         pass

@@ -21,21 +21,21 @@ def _block_hasher(hash_unit: int) -> Callable[[Request], list[Any]]:
 
 def make_request(
     request_id: str,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | None,
     *,
     max_tokens: int = 1 << 20,
     hash_unit: int = 16,
     stop_token_ids: Sequence[int] = (STOP_TOKEN,),
     **options: Any,
 ) -> Request:
-    """A request over token ids.
+    """A request over token ids; None: over ``prompt_embeds`` among the options.
 
     ``hash_unit`` (tokens) must be the scheduler's. ``options`` go to
-    ``vllm.v1.request.Request`` (``cache_salt``, ``session_id``, ``resumable``, …).
+    ``vllm.v1.request.Request`` (``cache_salt``, ``mm_features``, ``resumable``, …).
     """
     return Request(
         request_id=request_id,
-        prompt_token_ids=list(prompt),
+        prompt_token_ids=None if prompt is None else list(prompt),
         sampling_params=SamplingParams(
             max_tokens=max_tokens, stop_token_ids=list(stop_token_ids), ignore_eos=True
         ),

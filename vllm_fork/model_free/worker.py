@@ -7,7 +7,7 @@ writes and reads, then the recurrent layers read and write, and after a
 speculative step the aligned state moves out of the scratch columns.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vllm.model_executor.layers.mamba.checkpoint import (
     compute_mamba_prefill_checkpoints,
 )
+from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -24,7 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_fork.model_free.memory import BlockMemory, State
-from vllm_fork.model_free.prefix import prefix_hashes
+from vllm_fork.model_free.prefix import model_inputs, prefix_hashes, whole_input
 
 FILLER_TOKEN = 11
 """What a request samples once its given completion is used up."""
@@ -139,19 +140,11 @@ class SimulatedWorker:
                 self._export_alignment = spec.prefill_checkpoint_alignment
                 self._hit_alignment = manager.cache_hit_alignment_tokens
 
-    def expect(
-        self, request: Request, completion: Sequence[int], seed: Hashable = None
-    ) -> None:
-        """Say what ``request`` will sample after its prompt.
-
-        ``seed`` tells apart prompts of equal tokens whose content differs beyond
-        the cache salt and the adapter (images).
-        """
-        assert request.prompt_token_ids is not None
-        tokens = [*request.prompt_token_ids, *completion]
-        adapter = request.lora_request.name if request.lora_request else None
+    def expect(self, request: Request, completion: Sequence[int]) -> None:
+        """Say what ``request`` will sample after its prompt."""
+        tokens = [*request.all_token_ids[: request.num_prompt_tokens], *completion]
         self.sequences[request.request_id] = TokenSequence(
-            tokens, prefix_hashes(tokens, (request.cache_salt, adapter, seed))
+            tokens, prefix_hashes(model_inputs(request, tokens), whole_input(request))
         )
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -184,12 +177,14 @@ class SimulatedWorker:
             self.memory.copy_blocks(output.kv_cache_block_copies)
         for new in output.scheduled_new_reqs:
             former = self._rows.get(new.req_id)  # a streaming session goes on
-            known = new.prefill_token_ids or new.prompt_token_ids or []
+            num_prompt_tokens = length_from_prompt_token_ids_or_embeds(
+                new.prompt_token_ids, new.prompt_embeds
+            )
             self._rows[new.req_id] = _Row(
                 block_ids=[list(ids) for ids in new.block_ids],
-                num_prompt_tokens=len(new.prompt_token_ids or []),
+                num_prompt_tokens=num_prompt_tokens,
                 computed=new.num_computed_tokens,
-                known=len(known),
+                known=len(new.prefill_token_ids or ()) or num_prompt_tokens,
                 column=former.column if former else None,
             )
         cached = output.scheduled_cached_reqs
