@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_fork.events import Event
+
+QueuedEvent = Event | Callable[[], Event]
+"""An event, or what makes one: the scheduler's thread leaves the making to the
+sending one. What it is made of must not change meanwhile."""
+
+
+def made(queued: QueuedEvent) -> Event:
+    """The event itself."""
+    return queued if isinstance(queued, Event) else queued()
 
 
 class EventQueue:
@@ -19,16 +28,16 @@ class EventQueue:
     def __init__(self, limit: int, *, drop_oldest: bool) -> None:
         self._limit = limit
         self._drop_oldest = drop_oldest
-        self._first: list[Event] | None = None
+        self._first: list[QueuedEvent] | None = None
         self._has_first = False
-        self._rest: deque[Event] = deque()
+        self._rest: deque[QueuedEvent] = deque()
         self.num_put = 0
         self.num_dropped = 0
 
     def __len__(self) -> int:
         return len(self._rest) + len(self._first or ())
 
-    def put(self, events: Sequence[Event]) -> None:
+    def put(self, events: Sequence[QueuedEvent]) -> None:
         """Append ``events`` and drop what is too much."""
         new = list(events)
         self.num_put += len(new)
@@ -41,7 +50,7 @@ class EventQueue:
             new = self._make_room(new, excess)
         self._rest.extend(new)
 
-    def take(self, max_events: int) -> list[Event]:
+    def take(self, max_events: int) -> list[QueuedEvent]:
         """The oldest events; those of the first :meth:`put` all at once and alone."""
         if self._first is not None:
             events, self._first = self._first, None
@@ -54,7 +63,7 @@ class EventQueue:
                 break
         return events
 
-    def _make_room(self, new: list[Event], excess: int) -> list[Event]:
+    def _make_room(self, new: list[QueuedEvent], excess: int) -> list[QueuedEvent]:
         if not self._drop_oldest:
             kept = new[: max(0, len(new) - excess)]
             self.num_dropped += len(new) - len(kept)

@@ -6,14 +6,16 @@ end of the step or when a request is freed. Nothing here touches a block.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from time import monotonic_ns, time_ns
+from typing import TYPE_CHECKING, Any
 
 from vllm_fork import events
 from vllm_fork.cache_index import CachedState
 from vllm_fork.checkpoint import Checkpoint, RequestIdentity
+from vllm_fork.event_queue import QueuedEvent
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -41,9 +43,9 @@ class Observer:
     """Collects events and flushes them to ``publish``.
 
     Args:
-        publish: takes a list of events; must neither block nor raise
-            (``CheckpointPublisher.publish``). None: events are off, and only what
-            the controller asks for is kept.
+        publish: takes a list of events, or of what makes them; must neither block
+            nor raise (``CheckpointPublisher.publish``). None: events are off, and
+            only what the controller asks for is kept.
         retention_off_reason: why no checkpoint is ever made here (``disabled`` or
             ``unsupported:<what>``); None when retention is on.
         hash_session_ids: replace session ids by their hash.
@@ -51,7 +53,7 @@ class Observer:
 
     def __init__(
         self,
-        publish: Callable[[Sequence[events.Event]], None] | None,
+        publish: Callable[[Sequence[QueuedEvent]], None] | None,
         retention_off_reason: str | None,
         hash_session_ids: bool = False,
     ) -> None:
@@ -59,7 +61,7 @@ class Observer:
         self.retention_off_reason = retention_off_reason
         self._publish = publish
         self._hash_session_ids = hash_session_ids
-        self.collected: list[events.Event] = []
+        self.collected: list[QueuedEvent] = []
         """Events that :meth:`flush` has yet to hand over."""
         self._seen: dict[str, _Seen] = {}
 
@@ -77,35 +79,19 @@ class Observer:
     def emit(self, kind: type[events.Event], **fields: object) -> None:
         """Collect one event that belongs to no request."""
         if self.enabled:
-            self.collected.append(
-                kind(
-                    time_unix_ns=time.time_ns(),
-                    monotonic_ns=time.monotonic_ns(),
-                    **fields,
-                )
-            )
+            self._collect(_make, kind, fields)
 
     # -- stages of a checkpoint ------------------------------------------------
 
     def pinned(self, checkpoint: Checkpoint) -> None:
         """Its blocks are reserved."""
         if self.enabled:
-            self._stage(
-                events.CheckpointPinned,
-                checkpoint,
-                num_blocks=len(checkpoint.blocks),
-                block_ids=[block.block_id for block in checkpoint.blocks],
-            )
+            self._collect(_make_pinned, checkpoint)
 
     def promoted(self, checkpoint: Checkpoint, former: Checkpoint | None) -> None:
         """Its state is materialized; ``former`` is the one it replaces."""
         if self.enabled:
-            self._stage(
-                events.CheckpointPromoted,
-                checkpoint,
-                supersedes_boundary=former and former.boundary,
-                supersedes_checkpoint_id=former and former.checkpoint_id,
-            )
+            self._collect(_make_promoted, checkpoint, former)
 
     def published(
         self,
@@ -114,19 +100,15 @@ class Observer:
         block_hash: bytes | int | None,
     ) -> None:
         """The prefix cache serves it."""
-        checkpoint.published_monotonic_ns = time.monotonic_ns()
+        checkpoint.published_monotonic_ns = monotonic_ns()
         if not self.enabled:
             return
         seen = self._seen.get(checkpoint.owner.request_id)
         if seen and checkpoint.boundary >= (seen.retained_boundary or 0):
             seen.retained_boundary = checkpoint.boundary
             seen.retained_kind = checkpoint.boundary_kind
-        self._stage(
-            events.CheckpointPublished,
-            checkpoint,
-            finish_reason=finish_reason,
-            block_hash=block_hash,
-        )
+        more = {"finish_reason": finish_reason, "block_hash": block_hash}
+        self._collect(_make_stage, events.CheckpointPublished, checkpoint, more)
 
     def discarded(self, checkpoint: Checkpoint, reason: str) -> None:
         """Its pin was released without publication."""
@@ -138,7 +120,7 @@ class Observer:
                 seen.num_superseded += 1
             else:
                 seen.last_discard = reason
-        self._stage(events.CheckpointDiscarded, checkpoint, reason=reason)
+        self._collect(_make_discarded, checkpoint, reason)
 
     def not_published(self, request: Request, reason: str) -> None:
         """``request`` ended with a state to keep, but not in a way that publishes."""
@@ -148,14 +130,13 @@ class Observer:
     def evicted(self, checkpoint: Checkpoint, reason: str) -> None:
         """A published checkpoint left the prefix cache."""
         if self.enabled:
-            age_ns = time.monotonic_ns() - checkpoint.published_monotonic_ns
-            self._stage(
-                events.CheckpointEvicted,
-                checkpoint,
-                reason=reason,
-                age_s=age_ns / NANOSECONDS,
-                num_hits=checkpoint.num_hits,
-            )
+            age_ns = monotonic_ns() - checkpoint.published_monotonic_ns
+            more = {
+                "reason": reason,
+                "age_s": age_ns / NANOSECONDS,
+                "num_hits": checkpoint.num_hits,
+            }
+            self._collect(_make_stage, events.CheckpointEvicted, checkpoint, more)
 
     # -- requests --------------------------------------------------------------
 
@@ -235,14 +216,56 @@ class Observer:
                 self._seen[request.request_id] = seen
         return seen
 
-    def _stage(
-        self, kind: type[events.CheckpointEvent], checkpoint: Checkpoint, **more: object
-    ) -> None:
-        self.emit(
-            kind,
-            **checkpoint.owner._asdict(),
-            checkpoint_id=checkpoint.checkpoint_id,
-            boundary=checkpoint.boundary,
-            boundary_kind=checkpoint.boundary_kind,
-            **more,
-        )
+    def _collect(self, make: Callable[..., events.Event], *what: object) -> None:
+        """Note what happened, and when; the sending thread makes the event of it."""
+        self.collected.append(partial(make, time_ns(), monotonic_ns(), *what))
+
+
+def _make(
+    unix_ns: int, now_ns: int, kind: type[events.Event], fields: dict[str, Any]
+) -> events.Event:
+    return kind(time_unix_ns=unix_ns, monotonic_ns=now_ns, **fields)
+
+
+def _make_stage(
+    unix_ns: int,
+    now_ns: int,
+    kind: type[events.CheckpointEvent],
+    checkpoint: Checkpoint,
+    more: dict[str, Any],
+) -> events.CheckpointEvent:
+    """Of a checkpoint, only what never changes is read: this runs later."""
+    return kind(
+        time_unix_ns=unix_ns,
+        monotonic_ns=now_ns,
+        **checkpoint.owner._asdict(),
+        checkpoint_id=checkpoint.checkpoint_id,
+        boundary=checkpoint.boundary,
+        boundary_kind=checkpoint.boundary_kind,
+        **more,
+    )
+
+
+def _make_pinned(
+    unix_ns: int, now_ns: int, checkpoint: Checkpoint
+) -> events.CheckpointEvent:
+    block_ids = [block.block_id for block in checkpoint.blocks]
+    more = {"num_blocks": len(block_ids), "block_ids": block_ids}
+    return _make_stage(unix_ns, now_ns, events.CheckpointPinned, checkpoint, more)
+
+
+def _make_promoted(
+    unix_ns: int, now_ns: int, checkpoint: Checkpoint, former: Checkpoint | None
+) -> events.CheckpointEvent:
+    more = {
+        "supersedes_boundary": former and former.boundary,
+        "supersedes_checkpoint_id": former and former.checkpoint_id,
+    }
+    return _make_stage(unix_ns, now_ns, events.CheckpointPromoted, checkpoint, more)
+
+
+def _make_discarded(
+    unix_ns: int, now_ns: int, checkpoint: Checkpoint, reason: str
+) -> events.CheckpointEvent:
+    more = {"reason": reason}
+    return _make_stage(unix_ns, now_ns, events.CheckpointDiscarded, checkpoint, more)

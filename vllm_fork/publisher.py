@@ -28,17 +28,17 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from vllm_fork import endpoints
 from vllm_fork.config import EventSettings, endpoint_of_rank, load_curve_keys
-from vllm_fork.event_queue import EventQueue
+from vllm_fork.event_queue import EventQueue, QueuedEvent, made
 from vllm_fork.events import Event, EventBatch, EventsDropped, seq_to_bytes
 from vllm_fork.history import History, ReplayServer
 
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS_PER_BATCH: Final = 256
-FLUSH_INTERVAL_S: Final = 0.005
+FLUSH_INTERVAL_S: Final = 0.05
 """Least time between two rounds of sending: under load, events of several steps
-leave in one batch, and the thread takes the interpreter lock 200 times a second at
-most."""
+leave in one batch, and the thread takes the interpreter lock from the scheduler 20
+times a second at most. The first event after a silence leaves at once."""
 BIND_RETRY_S: Final = 2.0
 REPLAY_RETRY_S: Final = 0.02
 """How often a replay reader that does not read is tried again."""
@@ -137,8 +137,8 @@ class CheckpointPublisher:
 
     # -- the engine's side ---------------------------------------------------
 
-    def publish(self, events: Sequence[Event]) -> None:
-        """Queue events, in order. Never blocks, never raises.
+    def publish(self, events: Sequence[QueuedEvent]) -> None:
+        """Queue events, or what makes them, in order. Never blocks, never raises.
 
         To be called from one thread. The events must not change afterwards.
         """
@@ -271,14 +271,17 @@ class CheckpointPublisher:
         """Send one batch of what is queued; False when nothing was."""
         if not self._has_work():
             return False
-        events = self._queue.take(MAX_EVENTS_PER_BATCH)
+        queued = self._queue.take(MAX_EVENTS_PER_BATCH)
         news = self._announcement()
-        if not events and not news:
+        if not queued and not news:
             return False
         try:
+            events = [made(event) for event in queued]
             payload = self._encode([*news, *events])
         except Exception:
-            events = [event for event in events if self._is_encodable(event)]
+            events = [
+                event for q in queued if (event := self._encodable(q)) is not None
+            ]
             if not events:
                 return True
             payload = self._encode([*news, *events])
@@ -304,20 +307,24 @@ class CheckpointPublisher:
             )
         ]
 
-    def _is_encodable(self, event: Event) -> bool:
+    def _encodable(self, queued: QueuedEvent) -> Event | None:
+        """The event, if it can be made and sent; else None, and it is counted."""
+        name = "event"
         try:
+            event = made(queued)
+            name = type(event).__name__
             self._encoder.encode(event)
+            return event
         except Exception as error:
             if not self._num_encode_errors:
                 logger.warning(
                     "A %s did not encode and was left out of the checkpoint stream "
                     "(further ones are only counted): %s",
-                    type(event).__name__,
+                    name,
                     error,
                 )
             self._num_encode_errors += 1
-            return False
-        return True
+            return None
 
     def _encode(self, events: Sequence[Event], *, heartbeat: bool = False) -> bytes:
         return self._encoder.encode(

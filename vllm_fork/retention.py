@@ -203,7 +203,7 @@ class RetentionController:
         """Whether :meth:`accept_outputs` has anything to look at."""
         if self._pending or self._crossing:
             return True
-        return self.copies is not None and self.copies.unsettled
+        return self.copies is not None and self.copies.any_unaccepted
 
     def accept_outputs(self, requests: Mapping[str, Request]) -> None:
         """Promote the pins whose step's output was accepted.
@@ -211,8 +211,8 @@ class RetentionController:
         Call after ``update_from_output``; requests that ended in it are settled
         by :meth:`finish` already.
         """
-        if self.copies is not None:
-            self.copies.accept(lambda i: executed_tokens(requests[i]))
+        if (copies := self.copies) is not None and copies.any_unaccepted:
+            copies.accept(lambda i: executed_tokens(requests[i]))
         for request_id, checkpoint in list(self._pending.items()):
             request = requests[request_id]
             if executed_tokens(request) >= checkpoint.boundary:

@@ -79,6 +79,11 @@ class RollingCopies:
         blocks; the next one has to copy it first."""
         self._due[request_id] = boundary
 
+    @property
+    def any_due(self) -> bool:
+        """Whether :meth:`queue` has anything to look at."""
+        return bool(self._due)
+
     def queue(
         self, requests: Mapping[str, Request], scheduled: Mapping[str, int]
     ) -> None:
@@ -95,6 +100,11 @@ class RollingCopies:
                 if request.num_computed_tokens == boundary:
                     self._queue_one(request, boundary)
 
+    @property
+    def any_unparked(self) -> bool:
+        """Whether :meth:`park` has anything to do."""
+        return bool(self._unparked)
+
     def park(self) -> None:
         """Let the pool count the spares as free again; call after ``schedule``."""
         while self._unparked:
@@ -103,7 +113,7 @@ class RollingCopies:
             self._pool.unpin_blocks(spare.blocks, self._watcher(request_id))
 
     @property
-    def unsettled(self) -> bool:
+    def any_unaccepted(self) -> bool:
         """Whether :meth:`accept` has anything to look at."""
         return bool(self._unpromoted)
 
@@ -112,15 +122,15 @@ class RollingCopies:
 
         ``executed`` tells a request's executed tokens.
         """
-        for request_id in list(self._unpromoted):
-            self.settle(request_id, executed(request_id))
+        for request_id, spare in list(self._unpromoted.items()):
+            if executed(request_id) >= spare.checkpoint.boundary:
+                self._promote(request_id, spare)
 
     def settle(self, request_id: str, materialized: int) -> None:
         """As :meth:`accept`, for one request with ``materialized`` tokens."""
         spare = self._unpromoted.get(request_id)
         if spare is not None and materialized >= spare.checkpoint.boundary:
-            del self._unpromoted[request_id]
-            self._observer.promoted(spare.checkpoint, None)
+            self._promote(request_id, spare)
 
     def supersede(self, request_id: str, boundary: int) -> None:
         """A deeper checkpoint of the request was promoted."""
@@ -191,6 +201,10 @@ class RollingCopies:
         """Ids of the requests that have a copy, or are due for one."""
         return {*self._spares, *self._due}
 
+    def _promote(self, request_id: str, spare: _Spare) -> None:
+        del self._unpromoted[request_id]
+        self._observer.promoted(spare.checkpoint, None)
+
     def _queue_one(self, request: Request, boundary: int) -> None:
         sources = self._running_blocks(request.request_id, boundary)
         if sources is None:
@@ -226,21 +240,14 @@ class RollingCopies:
     ) -> tuple[KVCacheBlock, ...] | None:
         """The blocks that hold the state at ``boundary`` until the next step.
 
-        None where one is missing, or is itself about to be filled by a copy: the
-        worker gathers all sources before it scatters.
+        None where one is missing. None is about to be filled by a copy: vLLM leaves
+        a request that runs on the source of one.
         """
-        filled = {
-            block.block_id
-            for manager in self._mamba
-            for _, block in manager._pending_cow_copies
-        }
         blocks = []
         for manager in self._mamba:
             table = manager.req_to_blocks.get(request_id, ())
             column = (boundary - 1) // manager.block_size
             if column >= len(table) or table[column].is_null:
-                return None
-            if table[column].block_id in filled:
                 return None
             blocks.append(table[column])
         return tuple(blocks)

@@ -363,8 +363,8 @@ class CheckpointSchedulerMixin(_Base):
         if (retention := self.retention) is not None:
             try:
                 retention.note_scheduled(self.requests, output.num_scheduled_tokens)
-                if retention.copies is not None:
-                    retention.copies.park()
+                if (copies := retention.copies) is not None and copies.any_unparked:
+                    copies.park()
             except Exception:
                 self._fail("a scheduled step")
         if self.observer.collected:
@@ -381,13 +381,10 @@ class CheckpointSchedulerMixin(_Base):
             num_scheduled_tokens: dict[str, int],
             *args: Any,
         ) -> Any:
-            if self.retention is not None and self.retention.copies is not None:
-                self._run(
-                    "a rolling copy",
-                    self.retention.copies.queue,
-                    self.requests,
-                    num_scheduled_tokens,
-                )
+            copies = self.retention.copies if self.retention is not None else None
+            if copies is not None and copies.any_due:
+                requests = self.requests
+                self._run("a copy", copies.queue, requests, num_scheduled_tokens)
             return make(running_reqs, resumed_reqs, num_scheduled_tokens, *args)
 
         setattr(self, make.__name__, make_cached_request_data)

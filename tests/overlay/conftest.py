@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vllm_fork import events, tiny_model
+from vllm_fork.event_queue import made
 
 FIRST_PLAIN_ID = len(tiny_model.CONTROL_TOKENS)
 
@@ -37,7 +38,8 @@ class CpuEngine:
         self.runner = worker.model_runner
         self.events: list[events.Event] = []
         observer = self.scheduler.observer
-        observer.enabled, observer._publish = True, self.events.extend
+        observer.enabled = True
+        observer._publish = lambda queued: self.events.extend(map(made, queued))
         self.scheduler._observe_admissions()
 
     @property

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_fork import events
 from vllm_fork.cache_index import CacheIndex
+from vllm_fork.event_queue import made
 from vllm_fork.exact_tail import TailIndex
 from vllm_fork.model_free import STOP_TOKEN, make_engine, make_request
 from vllm_fork.observer import Observer
@@ -59,7 +60,8 @@ def engine(request, monkeypatch):
     )
     engine.told = []
     observer = engine.scheduler.observer
-    observer.enabled, observer._publish = True, engine.told.extend
+    observer.enabled = True
+    observer._publish = lambda queued: engine.told.extend(map(made, queued))
     engine.scheduler._observe_admissions()
     return engine
 
