@@ -1,13 +1,15 @@
 """Faults of vLLM 0.32 that the harness found without any of our code.
 
-Each test shows the fault, and that it is repaired where checkpoints are retained; when
-a fault does not show, vLLM has repaired it, and our repair can go.
+Each test shows the fault, and whether it is repaired where checkpoints are retained;
+when a fault does not show, vLLM has repaired it, and our repair can go.
 """
 
 import random
 
 import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from vllm_fork.model_free import (
     STOP_TOKEN,
@@ -22,6 +24,7 @@ RETAINED = {
     "settings": {"retain": True, "exact_tail": False},
 }
 STOCK = {"cls": Scheduler}
+RETAINED_ASYNC = with_recorded_checkpoints(AsyncScheduler)
 
 rng = random.Random(0)
 
@@ -92,3 +95,28 @@ def test_stock_truncates_a_page_that_it_copies():
         outcomes[copied_slots] = [error.problem for error in engine.worker.errors]
     assert outcomes[None] == []
     assert outcomes[20] == ["attention page wrong at token 20"]
+
+
+@pytest.mark.parametrize("options", [STOCK, RETAINED], ids=["stock", "retained"])
+def test_a_session_goes_on_from_a_state_one_token_too_far(options):
+    """Streaming input under asynchronous scheduling: the step in flight has consumed
+    the token that vLLM drops between two pieces. Attention forgets it, a recurrent
+    state cannot. Not repaired; nothing of a session is retained."""
+    engine = make_engine(
+        **options | {"cls": RETAINED_ASYNC if options is RETAINED else AsyncScheduler},
+        block_size=32,
+        hash_unit=4,
+        async_scheduling=True,
+    )
+    session = make_request("session", tokens(10), hash_unit=4, resumable=True)
+    engine.add(session, [*tokens(10), STOP_TOKEN])
+    while session.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        engine.step()
+    piece = make_request("session", tokens(10), hash_unit=4, resumable=True)
+    engine.scheduler.add_request(piece)
+    engine.worker.expect(session, [*tokens(5), STOP_TOKEN])
+    engine.step()
+    assert session.num_tokens == 30
+    (error, *_) = engine.worker.errors
+    assert (error.request_id, error.position) == ("session", 20)
+    assert "initial state is State(num_tokens=21" in error.problem
