@@ -33,6 +33,8 @@ from event_consumer.stream_state import (
     EngineBack,
     EngineGone,
     Gap,
+    Refuted,
+    Rewound,
     StreamState,
     StreamTimes,
 )
@@ -138,6 +140,11 @@ class Intake:
                 self._apply(record, action)
             elif type(action) is Gap:
                 self._gap(endpoint, action)
+            elif type(action) is Refuted:
+                self._refuted(record, action.seq)
+            elif type(action) is Rewound:
+                self.ledger.rewind(action.epoch, action.applied_seq)
+                self._refuted(record, action.applied_seq + 1)
             elif type(action) is EngineBack:
                 self.ledger.engine_back(action.epoch)
             elif type(action) is EngineGone:
@@ -264,6 +271,16 @@ class Intake:
             logger.warning("%s are lost", missing)
         elif gap.status != GAP_OPEN or former is None:
             logger.info("%s: gap %s", missing, gap.status)
+
+    def _refuted(self, record: StreamRecord, seq: int) -> None:
+        record.num_undecodable += 1
+        self._warn(
+            record.endpoint,
+            "number",
+            f"{record.endpoint} named batch {seq} out of all order, and what the engine "
+            "says itself refutes it: somebody else may be sending there "
+            "(docs/consumer.md, Trust)",
+        )
 
     def _warn(self, endpoint: str, kind: str, message: str) -> None:
         """Warn once a kind of trouble and endpoint; the counts tell the rest."""

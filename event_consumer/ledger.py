@@ -207,6 +207,13 @@ class Ledger:
         if epoch is not None:
             self._mark_incomplete(epoch)
 
+    def rewind(self, engine_id: str, applied_seq: int) -> None:
+        """What was applied after batch ``applied_seq`` was not the engine's: its own
+        batches with these numbers are still to come. What the others said stays."""
+        epoch = self._epochs.get(engine_id)
+        if epoch is not None:
+            epoch.applied_seq = min(epoch.applied_seq, applied_seq)
+
     def engine_lost(self, engine_id: str) -> None:
         """The engine is no more: killed, replaced, or silent for too long.
 

@@ -10,6 +10,13 @@ A gap is recovered from the publisher's replay buffer. It is *lost* where the bu
 begins after it, where the batch is there but does not decode, where there is no
 replay endpoint, where the replay stays silent ``max_failures`` times, where too
 many batches wait behind it, and where its engine is no more.
+
+No single message moves the position past what is missing. A live batch or heartbeat
+only *claims* that a batch exists: nothing is given up before a second message, or the
+replay, confirms it. The publisher's numbers never fall, so a claim is refuted by a
+later message with a lower number, and by the end of a replay that was asked for after
+it and knows of fewer batches. A position that two false messages made all the same is
+left again as soon as the engine's own batches go on in sequence far below it.
 """
 
 from __future__ import annotations
@@ -80,6 +87,22 @@ class Gap(NamedTuple):
     status: str
 
 
+class Refuted(NamedTuple):
+    """Something that claimed to be batch ``seq`` of ``epoch``, or to come after it,
+    was not the engine's; it was left out."""
+
+    epoch: str
+    seq: int
+
+
+class Rewound(NamedTuple):
+    """Batches of ``epoch`` after ``applied_seq`` were not the engine's: its own, with
+    the same numbers, are still to come."""
+
+    epoch: str
+    applied_seq: int
+
+
 class EngineGone(NamedTuple):
     """``epoch`` is over: another speaks in its place, or none does any more."""
 
@@ -92,7 +115,16 @@ class EngineBack(NamedTuple):
     epoch: str
 
 
-Action = Apply | AskReplay | Gap | EngineGone | EngineBack
+Action = Apply | AskReplay | Gap | Refuted | Rewound | EngineGone | EngineBack
+
+
+class _Waiting(NamedTuple):
+    """A batch that waits for those before it; ``attempt`` was the last replay that
+    had been asked for when it came."""
+
+    item: Any
+    replayed: bool
+    attempt: int
 
 
 class StreamState:
@@ -126,19 +158,26 @@ class StreamState:
         self.num_restarts = 0
         self._times = times
         self._can_replay = can_replay
-        # The highest batch known to exist; more than applied: something is missing.
+        # The highest batch said to exist; more than applied: something is missing.
         self._head = applied_seq
-        self._waiting: dict[int, tuple[Any, bool]] = {}
-        # Live batches come in order. A sequence that falls without a new epoch
-        # (vLLM's own stream has none) is a restart; one that a replay overtook is
-        # a duplicate.
-        self._last_live = applied_seq
+        self._waiting: dict[int, _Waiting] = {}
+        # What the last live message named, and the last replay asked for before it.
+        # Live numbers never fall. One that does without a new epoch (vLLM's own
+        # stream has none) is a restart; one that a replay overtook is a duplicate.
+        self._heard = applied_seq
+        self._heard_attempt = 0
+        # Batches up to this one exist: two messages say so, or the replay.
+        self._confirmed = applied_seq
         self._gap: Gap | None = None
         if open_gap is not None and epoch is not None:
             self._gap = Gap(epoch, *open_gap, GAP_OPEN)
-            self._head = max(self._head, open_gap[1] - 1)
+            self._head = self._heard = max(self._head, open_gap[1] - 1)
+        self._last_lost: Gap | None = None
+        # A live batch far below those before it.
+        self._fallen: tuple[int, Any] | None = None
         self._past: dict[str, int] = {}
         self._stray_since: float | None = None
+        self._far_stray: tuple[str, int] | None = None
         self._attempt = 0
         self._asked_from: int | None = None
         self._reply_first: int | None = None
@@ -203,29 +242,26 @@ class StreamState:
         whatever its number."""
         if epoch == self.epoch and seq == self._head + 1 and self._is_quiet():
             # By far the most: the next batch of a stream that is whole.
-            self.applied_seq = self._head = self._last_live = seq
-            self._stray_since = None
+            self.applied_seq = self._head = self._heard = seq
+            self._fallen = self._stray_since = None
             return [Apply(epoch, seq, item, False)]
+        self._speaks_again(epoch, now)
         if not self._enter(epoch, seq, is_live=True):
             return self._take()
-        self._last_live = seq
         if begins:
             self._begin_at(seq)
-        self._receive(seq, item, replayed=False)
+        if not self._goes_on_below(seq, item):
+            self._hear(seq, is_news=seq > self.applied_seq)
+            self._receive(seq, item, replayed=False)
         return self._done(now)
 
     def on_heartbeat(self, epoch: str, seq: int, now: float) -> list[Action]:
         """The last batch that the publisher sent was ``seq``."""
+        self._speaks_again(epoch, now)
         if epoch in self._past:
-            # A straggler; or what speaks here now, and the other one was.
-            if self._stray_since is None:
-                self._stray_since = now
-            if now - self._stray_since < self._times.lost_after_s:
-                return self._take()
-            applied_seq = self._past.pop(epoch)
-            self._restart(epoch)
-            self.applied_seq = self._head = self._last_live = applied_seq
+            return self._take()
         self._enter(epoch, seq, is_live=False)
+        self._hear(seq, is_news=True)
         self._head = max(self._head, seq)
         return self._done(now)
 
@@ -254,6 +290,7 @@ class StreamState:
             self._unreadable.append(seq)  # of which epoch, the next one tells
             return self._take()
         self._receive_unreadable()
+        self._confirmed = max(self._confirmed, seq)
         self._receive(seq, item, replayed=True)
         return self._done(now)
 
@@ -279,20 +316,21 @@ class StreamState:
             if is_new and asked_from != 0:
                 return self._done(now)
         self._receive_unreadable()
+        was_misled = False
         if next_seq is not None:
-            self._head = max(self._head, next_seq - 1)
+            was_misled = self._believe(next_seq, asked_from or 0)
         begins = first_buffered_seq
         if begins is None:
             begins = self._reply_first
-            if begins is None and self._waiting:
-                begins = min(self._waiting)
+            if begins is None and self._is_confirmed():
+                begins = self._next_known()
         while begins is not None and not self._is_whole():
             # What left the buffer while it was being sent may have come before.
             if begins <= self.applied_seq + 1:
                 break
             self._lose(min(begins, self._next_known()))
         self._catching_up = False
-        if self._is_whole() or self.applied_seq >= (asked_from or 0):
+        if was_misled or self._is_whole() or self.applied_seq >= (asked_from or 0):
             self._failures = 0
         else:
             self._replay_failed(now)
@@ -328,7 +366,7 @@ class StreamState:
         """Whether a batch of ``epoch`` belongs here; begins the epoch if it is new."""
         if epoch == self.epoch:
             self._stray_since = None
-            if is_live and not epoch and seq <= self._last_live:
+            if is_live and not epoch and seq <= self._heard:
                 self._restart(epoch)
             elif self._gone:
                 self._gone = False
@@ -344,11 +382,31 @@ class StreamState:
             self._restart(epoch)
         return True
 
+    def _speaks_again(self, epoch: str, now: float) -> None:
+        """A former epoch speaks: as a straggler; or, if the present one has long been
+        silent, as what speaks here now, and the other one was."""
+        if epoch not in self._past:
+            return
+        if self._stray_since is None:
+            self._stray_since = now
+        if now - self._stray_since < self._times.lost_after_s:
+            return
+        applied_seq = self._past.pop(epoch)
+        self._restart(epoch)
+        self.applied_seq = self._head = self._heard = self._confirmed = applied_seq
+
     def _straggler(self, epoch: str, seq: int) -> None:
         """A batch of an epoch that is over: too late to be put in its place."""
         applied = self._past[epoch]
         if seq <= applied:
             self.num_duplicates += 1
+            return
+        former, self._far_stray = self._far_stray, None
+        if seq - applied > self._times.max_waiting and not (
+            former is not None and former[0] == epoch and former[1] < seq
+        ):
+            self._far_stray = (epoch, seq)  # a claim; the next one may confirm it
+            self._actions.append(Refuted(epoch, seq))
             return
         self._past[epoch] = seq
         self.num_lost += seq - applied
@@ -363,7 +421,8 @@ class StreamState:
                 del self._past[next(iter(self._past))]
         self.num_restarts += 1
         self.epoch = epoch
-        self.applied_seq = self._head = self._last_live = -1
+        self.applied_seq = self._head = self._heard = self._confirmed = -1
+        self._last_lost = self._fallen = None
         self._asked_from = self._retry_at = None
         self._failures = 0
         self._catching_up = self._can_replay
@@ -371,8 +430,12 @@ class StreamState:
 
     def _end_epoch(self) -> None:
         """Apply what waits, give up what is missing, say that the engine is gone."""
+        # Nothing will confirm the last claim any more: it is believed where it is near.
+        if self._heard - self.applied_seq > self._times.max_waiting:
+            self._refute_heard()
         while not self._is_whole():
             self._lose(self._next_known())
+        self._close_what_came()
         if not self._gone:
             self._gone = True
             assert self.epoch is not None
@@ -384,19 +447,113 @@ class StreamState:
             self.applied_seq = seq - 1
             self._head = max(self._head, self.applied_seq)
             if self._gap is not None:
-                self._actions.append(self._gap._replace(status=GAP_RECOVERED))
-                self._gap = None
+                self._close_gap(self._gap, self._gap.end_seq)
+
+    # -- claims --------------------------------------------------------------
+
+    def _hear(self, seq: int, *, is_news: bool) -> None:
+        """A live message says that ``seq`` was sent last. ``is_news``: it is not a
+        batch that came before."""
+        if seq >= self._heard:
+            self._confirmed = max(self._confirmed, self._heard)
+        elif not is_news:
+            return
+        else:
+            self._refute_heard()
+        self._heard = seq
+        self._heard_attempt = self._attempt
+
+    def _refute_heard(self) -> None:
+        """What the last live message claimed is not so."""
+        heard = self._heard
+        if heard <= max(self._confirmed, self.applied_seq):
+            return
+        assert self.epoch is not None
+        self._waiting.pop(heard, None)
+        self._heard = self.applied_seq
+        self._head = max(self.applied_seq, self._confirmed, *self._waiting)
+        self._actions.append(Refuted(self.epoch, heard))
+
+    def _believe(self, next_seq: int, asked_from: int) -> bool:
+        """The publisher itself says, at the end of a replay, that it has sent the
+        batches before ``next_seq``; whether that refutes anything.
+
+        Only what came before the replay was asked for is refuted: what came after it
+        may be newer than the answer.
+        """
+        assert self.epoch is not None
+        is_misled = next_seq < asked_from
+        if is_misled:
+            self._rewind(next_seq - 1)
+        false = [
+            seq
+            for seq, waiting in self._waiting.items()
+            if seq >= next_seq and waiting.attempt < self._attempt
+        ]
+        for seq in false:
+            del self._waiting[seq]
+        if self._heard >= next_seq and self._heard_attempt < self._attempt:
+            if self._heard > self.applied_seq:
+                false.append(self._heard)
+            self._heard = next_seq - 1
+        if false:
+            self._actions.append(Refuted(self.epoch, max(false)))
+        self._confirmed = next_seq - 1
+        self._head = max(self.applied_seq, self._confirmed, self._heard, *self._waiting)
+        return is_misled or bool(false)
+
+    def _goes_on_below(self, seq: int, item: Any) -> bool:
+        """Whether the position is false: live batches go on in sequence far below it.
+        If so, they are taken."""
+        fallen, self._fallen = self._fallen, None
+        if seq > self.applied_seq or self._heard - seq <= self._times.max_waiting:
+            return False
+        if fallen is None or fallen[0] != seq - 1:
+            self._fallen = (seq, item)
+            return False
+        self._rewind(seq - 2)
+        self.num_duplicates -= 1  # the one before
+        self._heard, self._heard_attempt = seq, self._attempt
+        self._confirmed = seq - 1
+        self._receive(seq - 1, fallen[1], replayed=False)
+        self._receive(seq, item, replayed=False)
+        return True
+
+    def _rewind(self, applied_seq: int) -> None:
+        """Whatever led past ``applied_seq`` was false: go on from there, or from where
+        it led away, if that is known: what was given up then may be had after all."""
+        assert self.epoch is not None
+        if self._gap is not None:
+            self._close_gap(self._gap, self._gap.first_seq)
+        lost, self._last_lost = self._last_lost, None
+        if lost is not None and lost.first_seq <= applied_seq + 1 < lost.end_seq:
+            applied_seq = lost.first_seq - 1
+            self.num_lost -= lost.end_seq - lost.first_seq
+            self._close_gap(lost, lost.first_seq)
+        self._waiting.clear()
+        self._asked_from = None
+        self.applied_seq = self._head = self._heard = self._confirmed = applied_seq
+        self._actions.append(Rewound(self.epoch, applied_seq))
+
+    def _close_gap(self, gap: Gap, end_seq: int) -> None:
+        """Batches ``[first_seq, end_seq)`` were missing, and are not any more."""
+        self._actions.append(gap._replace(end_seq=end_seq, status=GAP_RECOVERED))
+        self._gap = None
+
+    def _is_confirmed(self) -> bool:
+        """Whether what is missing next exists for certain."""
+        return min(self._next_known(), self._head) <= self._confirmed
 
     # -- order ---------------------------------------------------------------
 
     def _receive(self, seq: int, item: Any, *, replayed: bool) -> None:
         if seq <= self.applied_seq or (
-            seq in self._waiting and self._waiting[seq][0] is not UNREADABLE
+            seq in self._waiting and self._waiting[seq].item is not UNREADABLE
         ):
             self.num_duplicates += item is not UNREADABLE
             return
         self._head = max(self._head, seq)
-        self._waiting[seq] = (item, replayed)
+        self._waiting[seq] = _Waiting(item, replayed, self._attempt)
         self._apply_waiting()
 
     def _receive_unreadable(self) -> None:
@@ -414,7 +571,7 @@ class StreamState:
             found = waiting.pop(seq, None)
             if found is None:
                 return
-            item, replayed = found
+            item, replayed, _ = found
             if item is UNREADABLE:
                 self._lose(seq + 1)
                 continue
@@ -443,9 +600,10 @@ class StreamState:
         assert self.epoch is not None
         gap, self._gap = self._gap, None
         if gap is not None and gap.first_seq < first:
-            self._actions.append(gap._replace(end_seq=first, status=GAP_RECOVERED))
+            self._close_gap(gap, first)
         self.num_lost += end - first
-        self._actions.append(Gap(self.epoch, first, end, LOST))
+        self._last_lost = Gap(self.epoch, first, end, LOST)
+        self._actions.append(self._last_lost)
         self.applied_seq = end - 1
         self._head = max(self._head, end - 1)
         for seq in [seq for seq in self._waiting if seq < end]:
@@ -467,13 +625,15 @@ class StreamState:
 
     def _done(self, now: float) -> list[Action]:
         """Open or close the gap, ask again where that may help; take the actions."""
-        while not self._is_whole() and (
-            not self._can_replay
-            or self._failures >= self._times.max_failures
-            or len(self._waiting) > self._times.max_waiting
+        gives_up = not self._can_replay or self._failures >= self._times.max_failures
+        while (
+            not self._is_whole()
+            and self._is_confirmed()
+            and (gives_up or len(self._waiting) > self._times.max_waiting)
         ):
             self._asked_from = None
             self._lose(self._next_known())
+            self._failures = 0
         self._follow_gap()
         if self._is_whole() and not self._catching_up:
             self._retry_at = None
@@ -493,20 +653,25 @@ class StreamState:
 
     def _follow_gap(self) -> None:
         """The open gap is what is missing now, once the first replay has ended."""
-        gap = self._gap
-        if gap is not None and (self._is_whole() or self.applied_seq >= gap.end_seq):
-            self._actions.append(gap._replace(status=GAP_RECOVERED))
-            self._gap = gap = None
+        self._close_what_came()
         if self._is_whole() or self._catching_up:
             return
         assert self.epoch is not None
-        end = self._next_known()
+        gap, end = self._gap, self._next_known()
         if gap is None:
             self._gap = Gap(self.epoch, self.applied_seq + 1, end, GAP_OPEN)
             self._actions.append(self._gap)
         elif gap.end_seq != end:
             self._gap = gap._replace(end_seq=end)
             self._actions.append(self._gap)
+
+    def _close_what_came(self) -> None:
+        """Close the open gap if nothing of it is missing any more."""
+        gap = self._gap
+        if gap is not None and (self._is_whole() or self.applied_seq >= gap.end_seq):
+            # What was said to be missing may have been refuted.
+            known = max(gap.first_seq, self.applied_seq + 1)
+            self._close_gap(gap, min(gap.end_seq, known))
 
     def _take(self) -> list[Action]:
         actions, self._actions = self._actions, []

@@ -2,7 +2,9 @@
 
 The model drops, repeats and delays; it restarts with and without a new count; its
 buffer forgets; its replays break off. Whatever it does, each batch of an epoch is
-applied once and in order, or said to be lost, and never both.
+applied once and in order, or said to be lost, and never both. Once in a run somebody
+else sends a batch or a heartbeat in the engine's name, with a number that the engine
+has not reached: it moves nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from event_consumer.stream_state import (
     EngineBack,
     EngineGone,
     Gap,
+    Refuted,
+    Rewound,
     StreamState,
     StreamTimes,
 )
@@ -62,6 +66,9 @@ class Reader:
         self.lost: dict[str, set[int]] = {}
         self.gaps: dict[tuple[str, int], Gap] = {}
         self.gone: list[str] = []
+        self.refuted: list[int] = []
+        self.false: list[int] = []
+        """Applied, and found not to be the engine's afterwards."""
         self.asks: list[AskReplay] = []
 
     def take(self, actions: Iterable[Action]) -> None:
@@ -76,10 +83,18 @@ class Reader:
                     )
                     before.append(seq)
                 case Gap(epoch, first, end, status):
-                    assert first < end
+                    assert first < end or (first == end and status == GAP_RECOVERED)
                     self.gaps[epoch, first] = action
                     if status == LOST:
                         self._lose(epoch, range(first, end))
+                case Refuted(_, seq):
+                    self.refuted.append(seq)
+                case Rewound(epoch, last):
+                    before = self.applied.get(epoch, [])
+                    self.false += [seq for seq in before if seq > last]
+                    self.applied[epoch] = [seq for seq in before if seq <= last]
+                    lost = self.lost.get(epoch, set())
+                    self.lost[epoch] = {seq for seq in lost if seq <= last}
                 case EngineGone(epoch):
                     self.gone.append(epoch)
                 case EngineBack(epoch):
@@ -151,6 +166,7 @@ class StreamMachine(RuleBasedStateMachine):
             self.publisher.epoch: set(range(self.publisher.first_seq))
         }
         self.patience_tried = False
+        self.has_forged = False
         self.begins = {self.publisher.epoch: 0}
 
     # -- the publisher -------------------------------------------------------
@@ -233,6 +249,21 @@ class StreamMachine(RuleBasedStateMachine):
             return
         if seq >= self.publisher.first_seq and seq not in self.publisher.unreadable:
             self.live.insert(0, (self.publisher.epoch, seq, False))
+
+    @rule(
+        ahead=st.sampled_from([1_000, 100_000]),
+        is_beat=st.booleans(),
+    )
+    @precondition(lambda self: self.state.connected and not self.has_forged)
+    def forge(self, ahead: int, is_beat: bool) -> None:
+        """Somebody else speaks in the engine's name."""
+        self.has_forged = True
+        seq = self.publisher.next_seq + ahead
+        if is_beat:
+            self.take(self.state.on_heartbeat(self.publisher.epoch, seq, self.now))
+        else:
+            item = "forged"
+            self.take(self.state.on_live(self.publisher.epoch, seq, item, self.now))
 
     @rule()
     def serve(self) -> None:
@@ -452,6 +483,7 @@ def test_a_replay_that_stays_silent_is_retried_with_back_off_then_lost() -> None
     made = reader(epoch="e", applied_seq=0)
     end(made, epoch="e", first_buffered_seq=0, next_seq=1)
     live(made, "e", 3, now=10.0)
+    made.take(made.state.on_heartbeat("e", 3, 10.0))
     assert made.state.state == GAPPED
     asked = []
     now = 10.0
@@ -482,11 +514,17 @@ def test_a_heartbeat_shows_a_loss_at_the_end_of_a_quiet_stream() -> None:
     assert statuses(made) == {(1, 3): GAP_RECOVERED}
 
 
-def test_without_a_replay_endpoint_a_gap_is_lost_at_once() -> None:
+def test_without_a_replay_endpoint_a_gap_is_lost_with_the_next_message() -> None:
     made = reader(can_replay=False)
     live(made, "e", 0, 3)
+    assert statuses(made) == {(1, 3): GAP_OPEN}
+    live(made, "e", 4)
     assert statuses(made) == {(1, 3): LOST}
-    assert made.applied == {"e": [0, 3]}
+    assert made.applied == {"e": [0, 3, 4]}
+    made.take(made.state.on_heartbeat("e", 6, 1.0))
+    assert statuses(made)[5, 7] == GAP_OPEN
+    made.take(made.state.on_heartbeat("e", 6, 2.0))
+    assert statuses(made)[5, 7] == LOST
 
 
 def test_too_much_waiting_gives_the_gap_up() -> None:
@@ -564,6 +602,153 @@ def test_a_former_epoch_that_keeps_beating_is_the_present_one() -> None:
     assert made.state.epoch == "a"
     live(made, "a", 1)
     assert made.applied == {"b": [0], "a": [1]}
+
+
+# -- what is not the engine's ------------------------------------------------
+
+FAR = 100_000
+
+
+@pytest.mark.parametrize("can_replay", [True, False])
+@pytest.mark.parametrize("is_beat", [False, True])
+def test_one_false_number_silences_nothing(can_replay: bool, is_beat: bool) -> None:
+    """The next message of the engine refutes it, with or without a replay."""
+    made = reader(epoch="e", applied_seq=0, can_replay=can_replay)
+    if can_replay:
+        end(made, epoch="e", first_buffered_seq=0, next_seq=1)
+    if is_beat:
+        made.take(made.state.on_heartbeat("e", FAR, 1.0))
+    else:
+        live(made, "e", FAR, now=1.0)
+    assert statuses(made) == {(1, FAR + is_beat): GAP_OPEN}
+    live(made, "e", 1, 2, 3, now=1.1)
+    assert made.applied == {"e": [1, 2, 3]}
+    assert made.refuted == [FAR]
+    assert statuses(made) == {(1, 2): GAP_RECOVERED}
+    assert made.state.num_lost == 0
+
+
+def test_a_heartbeat_refutes_what_came_before_it() -> None:
+    """At the end of a quiet stream."""
+    made = reader(epoch="e", applied_seq=0, can_replay=False)
+    live(made, "e", FAR)
+    made.take(made.state.on_heartbeat("e", 0, 1.0))
+    assert made.refuted == [FAR]
+    assert statuses(made) == {(1, 1): GAP_RECOVERED}, "nothing was missing"
+    assert made.state.state == LIVE
+
+
+def test_a_replay_that_knows_of_less_refutes_any_number_of_them() -> None:
+    made = reader(epoch="e", applied_seq=0)
+    end(made, epoch="e", first_buffered_seq=0, next_seq=1)
+    live(made, "e", FAR, FAR + 1, FAR + 2, now=1.0)
+    assert made.asks[-1].first_seq == 1
+    end(made, 1.1, epoch="e", first_buffered_seq=0, next_seq=1)
+    # What came after the question could be newer than the answer: it is asked again.
+    assert made.refuted == [FAR]
+    end(made, 1.5, epoch="e", first_buffered_seq=0, next_seq=1)
+    assert made.refuted == [FAR, FAR + 2]
+    live(made, "e", 1, now=1.6)
+    assert made.applied == {"e": [1]}
+    assert made.state.num_lost == 0
+    assert made.state.state == LIVE
+
+
+def misled(*, can_replay: bool) -> Reader:
+    """A reader that two false batches have led away from batch 1."""
+    made = reader(epoch="e", applied_seq=0, can_replay=can_replay)
+    if can_replay:
+        end(made, epoch="e", first_buffered_seq=0, next_seq=1)
+    live(made, "e", FAR, FAR + 1, now=1.0)
+    now = 1.0
+    while made.state.applied_seq == 0:  # nobody answers the replays
+        now += 0.5
+        made.take(made.state.on_tick(now))
+    assert made.applied == {"e": [FAR, FAR + 1]}
+    assert made.state.num_lost == FAR - 1
+    return made
+
+
+def test_a_position_that_two_false_batches_made_is_left_again() -> None:
+    """By the engine's own batches, as soon as two of them go on below."""
+    made = misled(can_replay=False)
+    live(made, "e", 1)
+    assert made.state.num_duplicates == 1
+    live(made, "e", 2, 3)
+    assert made.applied == {"e": [1, 2, 3]}
+    assert made.false == [FAR, FAR + 1]
+    assert (made.state.num_lost, made.state.num_duplicates) == (0, 0)
+    assert statuses(made) == {(1, 1): GAP_RECOVERED}
+    live(made, "e", 6, 7)
+    assert statuses(made)[4, 6] == LOST, "a true gap is still one"
+
+
+def test_what_was_missed_meanwhile_is_asked_for() -> None:
+    made = misled(can_replay=True)
+    live(made, "e", 4, 5, now=50.0)
+    assert made.asks[-1].first_seq == 1
+    attempt = made.state.attempt
+    for seq in (1, 2, 3):
+        made.take(made.state.on_replayed(attempt, "e", seq, ("e", seq), 50.0))
+    assert made.applied == {"e": [1, 2, 3, 4, 5]}
+    assert made.state.num_lost == 0
+
+
+def test_a_publisher_that_has_sent_less_than_was_applied_is_believed() -> None:
+    """A false position was stored, and the consumer started again."""
+    made = reader(epoch="e", applied_seq=FAR)
+    end(made, epoch="e", first_buffered_seq=0, next_seq=5)
+    assert made.state.applied_seq == 4
+    live(made, "e", 5, now=1.0)
+    assert made.applied == {"e": [5]}
+
+
+def test_old_batches_that_come_again_are_no_reason_to_go_back() -> None:
+    made = reader(epoch="e", applied_seq=10_000, can_replay=False)
+    live(made, "e", 10_001, 7, 10_002, 8, 9_990, 9_991, 10_003)
+    assert made.applied == {"e": [10_001, 10_002, 10_003]}
+    assert made.state.num_duplicates == 4
+    assert made.false == []
+
+
+def test_live_batches_that_a_replay_overtook_by_far_are_duplicates() -> None:
+    made = reader(epoch="e", applied_seq=0)
+    attempt = made.state.attempt
+    for seq in range(1, 100):
+        made.take(made.state.on_replayed(attempt, "e", seq, ("e", seq), 0.0))
+    live(made, "e", *range(1, 100))
+    end(made, epoch="e", first_buffered_seq=0, next_seq=100)
+    assert made.applied == {"e": list(range(1, 100))}
+    assert made.state.num_duplicates == 99
+
+
+def test_an_engine_that_ends_does_not_confirm_a_far_number() -> None:
+    made = reader(epoch="a", applied_seq=0)
+    live(made, "a", FAR)
+    live(made, "b", 0)
+    assert made.applied == {"b": [0]}
+    assert made.state.num_lost == 0
+    assert made.refuted == [FAR]
+
+
+def test_one_false_straggler_invents_no_loss() -> None:
+    made = reader(epoch="a", applied_seq=0)
+    live(made, "b", 0)
+    live(made, "a", FAR)
+    assert made.state.num_lost == 0
+    live(made, "a", 1, 100, 101)
+    assert made.state.num_lost == 101, "what two of them say is believed"
+
+
+def test_a_former_epoch_that_goes_on_is_the_present_one() -> None:
+    """One batch in another engine's name does not end the epoch for good."""
+    made = reader(epoch="a", applied_seq=0)
+    live(made, "b", 0)
+    for number in range(1, 7):
+        live(made, "a", number, now=float(number))
+    assert made.state.epoch == "a"
+    assert made.applied == {"b": [0], "a": [6]}
+    assert made.state.num_lost == 5
 
 
 @pytest.mark.parametrize("seed", range(3))

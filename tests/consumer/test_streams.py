@@ -117,6 +117,7 @@ def test_a_silent_replay_is_tried_again_and_then_given_up(
     publisher.greet()
     publisher.send(0, started())
     publisher.send(2)
+    publisher.send(2, heartbeat=True)
     assert publisher.asked()[1] == 1
     assert publisher.asked()[1] == 1
     wait_for(lambda: stream().get("applied_seq") == 2)
@@ -167,6 +168,61 @@ def test_what_cannot_be_read_costs_itself_and_one_warning(
     assert len([r for r in caplog.records if "no batch" in r.message]) == 1
     assert len([r for r in caplog.records if "does not decode" in r.message]) == 1
     assert len([r for r in caplog.records if "does not know" in r.message]) == 1
+
+
+@pytest.mark.parametrize("is_beat", [False, True])
+@pytest.mark.parametrize("has_replay", [True, False])
+def test_a_number_far_ahead_silences_nothing(
+    serve,
+    raw_publisher,
+    stream,
+    names,
+    rows,
+    sqlite_url,
+    wait_for,
+    caplog,
+    is_beat,
+    has_replay,
+):
+    """One frame in the engine's name: counted, warned of once, and without effect."""
+    publisher = raw_publisher
+    serve(publisher, endpoint=None if has_replay else {"replay": None})
+    if has_replay:
+        publisher.greet()
+    else:
+        wait_for(lambda: stream().get("state") == "live")
+    publisher.send(0, started())
+    publisher.send(
+        10**12, *([] if is_beat else [admitted("forged")]), heartbeat=is_beat
+    )
+    for seq in range(1, 50):
+        publisher.send(seq, admitted(f"r{seq:02}"))
+    wait_for(lambda: stream().get("applied_seq") == 49)
+    assert names() == [f"r{seq:02}" for seq in range(1, 50)]
+    wait_for(lambda: stream()["state"] == "live")
+    assert (stream()["num_lost"], stream()["num_undecodable"]) == (0, 1)
+    assert rows(sqlite_url, tables.gaps, status="open") == []
+    assert rows(sqlite_url, tables.gaps, status="lost") == []
+    assert len([r for r in caplog.records if "out of all order" in r.message]) == 1
+
+
+def test_an_epoch_that_false_batches_silenced_recovers_by_itself(
+    serve, raw_publisher, stream, names, rows, sqlite_url, wait_for
+):
+    """Two of them, and no replay that could refute them."""
+    publisher = raw_publisher
+    serve(publisher, endpoint={"replay": None})
+    wait_for(lambda: stream().get("state") == "live")
+    publisher.send(0, started())
+    publisher.send(10**12)
+    publisher.send(10**12 + 1)
+    wait_for(lambda: stream().get("num_lost") == 10**12 - 1)
+    for seq in range(1, 50):
+        publisher.send(seq, admitted(f"r{seq:02}"))
+    wait_for(lambda: stream().get("applied_seq") == 49)
+    assert names() == [f"r{seq:02}" for seq in range(1, 50)]
+    assert stream()["num_lost"] == 0
+    assert rows(sqlite_url, tables.gaps, status="lost") == []
 
 
 def test_a_frame_of_100_mb_is_skipped(serve, raw_publisher, stream, names, wait_for):
