@@ -131,7 +131,6 @@ def replay(
     The reference dialog is that of vLLM PR 50551, with the lengths of its stock arm
     (--retain 0) or of its retained one.
     """
-    _quiet_libraries()
     from vllm_fork.replay import CheckFailed, ReplayError, load_dialog, run
 
     try:
@@ -156,7 +155,7 @@ def tiny_model(
     directory: Annotated[Path, typer.Argument(help="Made if it does not exist.")],
 ) -> None:
     """Write the tiny hybrid model and its tokenizer, which a CPU serves at once."""
-    _quiet_libraries()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of writing one file
     try:
         from vllm_fork.tiny_model import holds_another_model, write_tiny_model
     except ImportError as error:
@@ -178,12 +177,6 @@ def demo(
     from vllm_fork.demo.__main__ import app as demo_app
 
     demo_app(arguments or [], prog_name="vllm-fork demo")
-
-
-def _quiet_libraries() -> None:
-    """Logs to stderr, and of vLLM's only the errors, unless asked otherwise."""
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def _missing(error: ImportError) -> str:

@@ -117,7 +117,7 @@ class ReplayResult:
             ("turn", "prompt", "completion", "cached", "hit rate"),
             *(
                 _row(str(i), turn.prompt, turn.completion, turn.cached)
-                for i, turn in enumerate(self.turns, 1)
+                for i, turn in enumerate(self.turns)
             ),
             _row("all", self.prompt, self.completion, self.cached),
         ]
@@ -179,7 +179,7 @@ def _parse_turns(name: str, content: Any) -> tuple[Turn, ...]:
         )
     parsed: list[Turn] = []
     total = 0
-    for i, turn in enumerate(turns, 1):
+    for i, turn in enumerate(turns):
         if not isinstance(turn, dict) or set(turn) != {"prompt", "completion"}:
             raise ReplayError(
                 f"turn {i} of the dialog {name!r} is not "
@@ -326,7 +326,7 @@ def _play(
 
     history: list[int] = []
     cached = []
-    for i, turn in enumerate(dialog, 1):
+    for i, turn in enumerate(dialog):
         prompt = history + draw(turn.prompt - len(history))
         completion = [*draw(turn.completion - 1), STOP_TOKEN]
         request_id = f"turn-{i}"

@@ -105,8 +105,35 @@ def test_shape_of_the_result():
     }
     lines = result.table().splitlines()
     assert lines[0].split() == ["turn", "prompt", "completion", "cached", "hit", "rate"]
-    assert lines[2].split() == ["2", "80", "5", "69", "86.2%"]
+    assert lines[2].split() == ["1", "80", "5", "69", "86.2%"]
     assert lines[-1].split() == ["all", "110", "45", "69", "62.7%"]
+
+
+def test_nothing_is_said_beside_the_table(tmp_path):
+    """vLLM warns that there is no Triton, which runs no kernel here; of that alone it
+    says nothing."""
+    path = tmp_path / "dialog.json"
+    path.write_text('{"turns": [{"prompt": 30, "completion": 40}]}')
+    code = (
+        "import logging, sys\n"
+        "from vllm_fork.cli import main\n"
+        "from vllm_fork.model_free import scheduler_factory\n"
+        "name = 'vllm.config.vllm'\n"
+        "make = scheduler_factory.VllmConfig\n"
+        "def noisy(**options):\n"
+        "    logging.getLogger(name).warning('something else')\n"
+        "    return make(**options)\n"
+        "scheduler_factory.VllmConfig = noisy\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "replay", "--dialog", str(path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert done.stderr == "something else\n"
+    assert done.stdout.startswith("turn  prompt")
 
 
 def test_dialog_from_a_file(tmp_path):
@@ -125,7 +152,7 @@ def test_dialog_from_a_file(tmp_path):
         ("{}", 'is not {"turns": […]}'),
         ('{"turns": []}', 'is not {"turns": […]}'),
         ('{"turns": [], "turn": 1}', 'is not {"turns": […]}'),
-        ('{"turns": [[1, 2]]}', "turn 1 of the dialog"),
+        ('{"turns": [[1, 2]]}', "turn 0 of the dialog"),
         ('{"turns": [{"prompt": 5}]}', 'is not {"prompt": …, "completion": …}'),
         ('{"turns": [{"prompt": 5, "answer": 1}]}', "expected these two lengths"),
         ('{"turns": [{"prompt": 0, "completion": 1}]}', "has the prompt 0"),
@@ -193,7 +220,7 @@ def test_a_wrong_state_is_told(monkeypatch):
     monkeypatch.setattr(
         "vllm_fork.model_free.memory.BlockMemory.copy_blocks", lambda *args: None
     )
-    with pytest.raises(CheckFailed, match="steps met a wrong state, first turn-2"):
+    with pytest.raises(CheckFailed, match="steps met a wrong state, first turn-1"):
         replay.run([Turn(30, 40), Turn(80, 5)])
 
 

@@ -2,16 +2,17 @@
 
 import copy
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-# Read while vLLM is imported: a replay asks no hub and has nothing to log.
+# Read while vLLM is imported: a replay asks no hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 from vllm.config import (
@@ -36,6 +37,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_fork.tiny_model import tiny_config
 
 MAX_MODEL_LEN = 32768
+NO_TRITON: Final = {
+    "vllm.platforms.cpu": "Triton is not installed.",
+    "vllm.config.vllm": "Model Runner V2 requires Triton;",
+}
+"""By logger: how its warning begins that there is no Triton, which nothing here needs."""
 
 
 @cache
@@ -52,6 +58,21 @@ def _model_config() -> ModelConfig:
             max_model_len=MAX_MODEL_LEN,
             skip_tokenizer_init=True,
         )
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(NO_TRITON[record.name])
+
+
+@contextmanager
+def _without_triton_warnings() -> Iterator[None]:
+    for name in NO_TRITON:
+        logging.getLogger(name).addFilter(_is_worth_telling)
+    try:
+        yield
+    finally:
+        for name in NO_TRITON:
+            logging.getLogger(name).removeFilter(_is_worth_telling)
 
 
 def make_scheduler(
@@ -131,13 +152,14 @@ def make_scheduler(
         optional["additional_config"] = dict(additional_config)
     model_config = copy.copy(_model_config())
     model_config.max_model_len = max_model_len
-    vllm_config = VllmConfig(
-        scheduler_config=scheduler_config,
-        cache_config=cache_config,
-        model_config=model_config,
-        parallel_config=ParallelConfig(),
-        **optional,
-    )
+    with _without_triton_warnings():
+        vllm_config = VllmConfig(
+            scheduler_config=scheduler_config,
+            cache_config=cache_config,
+            model_config=model_config,
+            parallel_config=ParallelConfig(),
+            **optional,
+        )
     # The platform hooks run in VllmConfig.__post_init__ and know better what this
     # machine can run; nothing is run here.
     scheduler_config.async_scheduling = async_scheduling
