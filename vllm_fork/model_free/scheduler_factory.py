@@ -41,7 +41,7 @@ NO_TRITON: Final = {
     "vllm.platforms.cpu": "Triton is not installed.",
     "vllm.config.vllm": "Model Runner V2 requires Triton;",
 }
-"""By logger: how its warning begins that there is no Triton, which nothing here needs."""
+"""By logger: how its warning begins that there is no Triton; none is needed here."""
 
 
 @cache
