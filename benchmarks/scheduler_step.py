@@ -9,15 +9,15 @@ real publisher. Requests start at lengths spread over a block, so that block bou
 and copies spread over the steps.
 
 The arms take turns of a few steps in an order drawn anew each round, so that all meet
-the same machine; an arm's step time is the median of all its steps. Time is the CPU
-time of the stepping thread, which other work on the machine stretches less;
-``--clock wall`` shows waits as well::
+the same machine. A ratio is that of the medians of two turns of the same round; its
+median over all rounds is told. Time is the CPU time of the stepping thread, which
+other work on the machine stretches less; ``--clock wall`` shows waits as well::
 
     python benchmarks/scheduler_step.py --json
 
 prints ``{"ratio": {"<arm>@<running>": …}, "aa_spread": …, "extra_us_per_request_step":
-{…}}``: against the median step of ``stock``. ``aa_spread`` is the largest distance of a
-``stock_again`` ratio from 1.
+{…}}``: against ``stock``. ``aa_spread`` is the largest distance of a ``stock_again``
+ratio from 1.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import argparse
 import gc
 import json
 import math
+import operator
 import os
 import random
 import statistics
@@ -168,7 +169,7 @@ def arm_settings() -> dict[str, dict[str, Any] | None]:
 def measure(
     arms: dict[str, Arm], num_rounds: int, deadline: float, seed: int
 ) -> dict[str, list[float]]:
-    """Each arm's step times (s); fewer rounds if time is short."""
+    """The median step time (s) of each arm's turns; fewer rounds if time is short."""
     for arm in arms.values():
         arm.turn()
     # As vLLM's engine core does once it has started.
@@ -180,7 +181,7 @@ def measure(
         names = list(arms)
         order.shuffle(names)
         for name in names:
-            times[name] += arms[name].turn()
+            times[name].append(statistics.median(arms[name].turn()))
         if time.monotonic() > deadline:
             break
     gc.unfreeze()
@@ -219,17 +220,18 @@ def main() -> None:
         weight = math.sqrt(num_running) / sum(map(math.sqrt, todo[i:]))
         share = (deadline - now) * weight
         times = measure(arms, args.rounds, now + share, args.seed)
-        median_us = {name: statistics.median(t) * 1e6 for name, t in times.items()}
-        stock_us = median_us.pop("stock")
+        stock = times.pop("stock")
+        stock_us = statistics.median(stock) * 1e6
         print(
-            f"{num_running} running: the median of {len(times['stock'])} stock steps "
-            f"is {stock_us:.0f} µs",
+            f"{num_running} running: the median stock step of {len(stock)} rounds "
+            f"takes {stock_us:.0f} µs",
             file=sys.stderr,
         )
-        for name, arm_us in median_us.items():
+        for name, turns in times.items():
             label = f"{name}@{num_running}"
-            ratio[label] = round(arm_us / stock_us, 4)
-            extra[label] = round((arm_us - stock_us) / num_running, 4)
+            median = statistics.median(map(operator.truediv, turns, stock))
+            ratio[label] = round(median, 4)
+            extra[label] = round((median - 1) * stock_us / num_running, 4)
             print(
                 f"  {name:20} x {ratio[label]:.4f}  "
                 f"{extra[label]:+.3f} µs a request and step",

@@ -153,11 +153,7 @@ class RetentionController:
         self.copies: RollingCopies | None = None
         if copy_interval:
             self.copies = RollingCopies(
-                self._pool,
-                self._mamba,
-                copy_interval,
-                lambda: next(self._ids),
-                observer,
+                self._pool, self._mamba, copy_interval, self._ids, observer
             )
 
         self._next_boundary: dict[str, int] = {}
@@ -307,7 +303,7 @@ class RetentionController:
 
     def abandon(self, reason: str) -> None:
         """Discard every pin (``shutdown``, ``error``)."""
-        pinned = list(self._pinned())
+        pinned = list(self._held())
         for held in (self._pending, self._promoted, self._ended):
             held.clear()
         for checkpoint in pinned:
@@ -706,11 +702,13 @@ class RetentionController:
         self._first_output_at.pop(request_id, None)
 
     def _pinned(self) -> Iterable[Checkpoint]:
+        copies = self.copies.referenced() if self.copies is not None else ()
+        return itertools.chain(self._held(), copies)
+
+    def _held(self) -> Iterable[Checkpoint]:
+        """All but rolling copies, which hold their own references."""
         return itertools.chain(
-            self._pending.values(),
-            self._promoted.values(),
-            *self._ended.values(),
-            self.copies.referenced() if self.copies is not None else (),
+            self._pending.values(), self._promoted.values(), *self._ended.values()
         )
 
 

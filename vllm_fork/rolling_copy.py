@@ -20,12 +20,12 @@ next copy overwrites it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_fork import events
-from vllm_fork.checkpoint import Checkpoint
+from vllm_fork.checkpoint import Checkpoint, RequestIdentity
 from vllm_fork.observer import Observer
 
 if TYPE_CHECKING:
@@ -37,9 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Spare:
-    """The spare blocks of one request, one a Mamba group, and what they hold."""
+    """The spare blocks of one request, one a Mamba group, and what they hold.
+
+    ``watcher`` is told when the pool hands one of them out.
+    """
 
     blocks: tuple[KVCacheBlock, ...]
+    watcher: Callable[[KVCacheBlock], None]
     checkpoint: Checkpoint
     parked: bool = False
 
@@ -51,7 +55,7 @@ class RollingCopies:
         pool: the block pool.
         mamba: managers of the recurrent groups.
         interval: tokens between copies, a multiple of the hash unit.
-        new_id: draws a checkpoint id.
+        ids: where checkpoint ids come from.
         observer: told of each stage.
     """
 
@@ -60,13 +64,13 @@ class RollingCopies:
         pool: BlockPool,
         mamba: Sequence[MambaManager],
         interval: int,
-        new_id: Callable[[], int],
+        ids: Iterator[int],
         observer: Observer,
     ) -> None:
         self.interval = interval
         self._pool = pool
         self._mamba = mamba
-        self._new_id = new_id
+        self._ids = ids
         self._observer = observer
         self._spares: dict[str, _Spare] = {}
         self._unpromoted: dict[str, _Spare] = {}
@@ -107,10 +111,10 @@ class RollingCopies:
 
     def park(self) -> None:
         """Let the pool count the spares as free again; call after ``schedule``."""
-        while self._unparked:
-            request_id, spare = self._unparked.popitem()
+        for spare in self._unparked.values():
             spare.parked = True
-            self._pool.unpin_blocks(spare.blocks, self._watcher(request_id))
+            self._pool.unpin_blocks(spare.blocks, spare.watcher)
+        self._unparked.clear()
 
     @property
     def any_unaccepted(self) -> bool:
@@ -153,7 +157,7 @@ class RollingCopies:
         if blocks is None:
             return None
         self._pool.touch(blocks)
-        return self._checkpoint(request, boundary, blocks)
+        return self._checkpoint(self._observer.identity(request), boundary, blocks)
 
     def take(self, request_id: str) -> Checkpoint | None:
         """The newest accepted copy of a request, referenced; None if it has none.
@@ -206,33 +210,34 @@ class RollingCopies:
         self._observer.promoted(spare.checkpoint, None)
 
     def _queue_one(self, request: Request, boundary: int) -> None:
-        sources = self._running_blocks(request.request_id, boundary)
+        request_id = request.request_id
+        sources = self._running_blocks(request_id, boundary)
         if sources is None:
             return
-        request_id = request.request_id
-        former = None
-        if request_id in self._spares:
-            former = self._take_out(request_id)
-            blocks = former.blocks
-        elif self._pool.get_num_free_blocks() < len(sources):
-            return
-        else:
+        spare = self._spares.get(request_id)
+        if spare is not None:
+            self._unpark(spare)
+            former = spare.checkpoint
+            self._observer.discarded(former, "superseded")
+            checkpoint = self._checkpoint(former.owner, boundary, spare.blocks)
+            spare.checkpoint = checkpoint
+        elif self._pool.get_num_free_blocks() >= len(sources):
             blocks = tuple(self._pool.get_new_blocks(len(sources)))
-        for manager, source, spare_block in zip(
-            self._mamba, sources, blocks, strict=True
+            owner = self._observer.identity(request)
+            checkpoint = self._checkpoint(owner, boundary, blocks)
+            spare = _Spare(blocks, self._watcher(request_id), checkpoint)
+            self._spares[request_id] = spare
+        else:
+            return
+        self._unpromoted[request_id] = self._unparked[request_id] = spare
+        for manager, source, copy in zip(
+            self._mamba, sources, spare.blocks, strict=True
         ):
             # The scheduler releases one reference to each end when it drains the
             # list (``_free_cow_retained_blocks``).
             source.ref_cnt += 1
-            spare_block.ref_cnt += 1
-            manager._pending_cow_copies.append((source, spare_block))
-        checkpoint = self._checkpoint(request, boundary, blocks)
-        spare = _Spare(blocks, checkpoint)
-        self._spares[request_id] = spare
-        self._unpromoted[request_id] = spare
-        self._unparked[request_id] = spare
-        if former is not None:
-            self._observer.discarded(former.checkpoint, "superseded")
+            copy.ref_cnt += 1
+            manager._pending_cow_copies.append((source, copy))
         self._observer.pinned(checkpoint)
 
     def _running_blocks(
@@ -253,26 +258,25 @@ class RollingCopies:
         return tuple(blocks)
 
     def _checkpoint(
-        self, request: Request, boundary: int, blocks: tuple[KVCacheBlock, ...]
+        self, owner: RequestIdentity, boundary: int, blocks: tuple[KVCacheBlock, ...]
     ) -> Checkpoint:
-        return Checkpoint(
-            self._new_id(),
-            self._observer.identity(request),
-            boundary,
-            events.COPY,
-            blocks,
-        )
+        return Checkpoint(next(self._ids), owner, boundary, events.COPY, blocks)
 
     def _take_out(self, request_id: str) -> _Spare:
         """Forget a spare; the caller holds one reference to each of its blocks."""
         spare = self._spares.pop(request_id)
         self._unpromoted.pop(request_id, None)
         self._unparked.pop(request_id, None)
-        if spare.parked:
-            for block in spare.blocks:
-                self._pool._reuse_watchers.pop(block.block_id, None)
-            self._pool.touch(spare.blocks)
+        self._unpark(spare)
         return spare
+
+    def _unpark(self, spare: _Spare) -> None:
+        """Take a spare's blocks back from the free ones, if they are there."""
+        if spare.parked:
+            spare.parked = False
+            for block in spare.blocks:
+                del self._pool._reuse_watchers[block.block_id]
+            self._pool.touch(spare.blocks)
 
     def _watcher(self, request_id: str) -> Callable[[KVCacheBlock], None]:
         def handed_out(block: KVCacheBlock) -> None:
