@@ -20,7 +20,13 @@ ARMS: dict[str, Settings | None] = {
     "block_aligned": {"retain": True, "exact_tail": False},
     "exact_tail": {"retain": True},
     "copy_64": {"retain": True, "exact_tail": False, "copy_interval": 64},
-    "exact_tail_copy_64": {"retain": True, "copy_interval": 64},
+    "copy_128": {"retain": True, "exact_tail": False, "copy_interval": 128},
+    "copy_256": {"retain": True, "exact_tail": False, "copy_interval": 256},
+    "everything": {
+        "retain": True,
+        "copy_interval": 64,
+        "publish_on": ["stop", "length", "abort", "preempt"],
+    },
 }
 EVENTS: Settings = {"enabled": True}
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from arms import empty_cache, switch
 from generate import Answer, ask, params, random_tokens, stopping_at
+from prefill_steps import alike, recorded, steps_of
 
 Lengths = list[tuple[int, int]]
 
@@ -101,34 +102,88 @@ def _follow_up(
 ) -> dict[str, Any]:
     """Time to first token of a follow-up turn, against its new tokens alone.
 
-    Both kinds of prompt are asked in turn, with fresh new tokens each time, so that
-    no state is found but the one the former answer left. vLLM runs a prompt's last
-    tokens, those behind the last multiple of the hash unit, as a step of their own:
-    where that is a single token for one of the two kinds it is a cheap decode step,
-    and the ratio says more about that than about reuse.
+    Three kinds of prompt are asked in turn, with fresh new tokens each time, so that
+    no state is found but the one the former answer left: the follow-up, as many new
+    tokens alone, and the longest prompt of no more tokens that vLLM splits into steps
+    as it splits the follow-up (see ``prefill_steps``).
     """
     said = before.prompt + before.tokens
     count = len(after.prompt) - len(said)
-    one = params(max_tokens=1)
-    follow_ups, alone = [], []
-    for repeat in range(repeats):
-        new = random_tokens(count, ("new", len(said), repeat))
-        follow_ups.append(ask(engine, said + new, one))
-        new = random_tokens(count, ("alone", len(said), repeat))
-        alone.append(ask(engine, new, one))
-    ttft = [answer.first_token_s for answer in follow_ups]
-    limit = [answer.first_token_s for answer in alone]
+    alone = {"alone": count, "alike": alike(len(after.prompt), count)}
+    kinds = {kind: ([], tokens) for kind, tokens in alone.items()}
+    kinds["follow_up"] = (said, count)
+    asked = _ask_in_turn(engine, kinds, repeats, seed=len(said))
+    ttft = asked["follow_up"]["ttft_s"]
+    limit, like = asked["alone"]["ttft_s"], asked["alike"]["ttft_s"]
     return {
         "new_tokens": count,
-        "cached": sorted({answer.cached for answer in follow_ups}),
-        "cached_alone": sorted({answer.cached for answer in alone}),
+        "cached": asked["follow_up"]["cached"],
+        "cached_alone": asked["alone"]["cached"],
         "ttft_s": round(median(ttft), 4),
-        "ttft_range_s": [round(min(ttft), 4), round(max(ttft), 4)],
+        "ttft_range_s": [min(ttft), max(ttft)],
         "new_alone_s": round(median(limit), 4),
-        "new_alone_range_s": [round(min(limit), 4), round(max(limit), 4)],
+        "new_alone_range_s": [min(limit), max(limit)],
         "ratio": round(median(ttft) / median(limit), 3),
-        "samples_s": [[round(t, 4) for t in ttft], [round(t, 4) for t in limit]],
+        "alike_tokens": alone["alike"],
+        "alike_s": round(median(like), 4),
+        "alike_range_s": [min(like), max(like)],
+        "alike_ratio": round(median(ttft) / median(like), 3),
+        "steps": {kind: found["steps"] for kind, found in asked.items()},
+        "samples_s": [ttft, limit, like],
     }
+
+
+def steps(
+    engine: Any, lengths: str = "48 49 51 62", repeats: int = 15
+) -> dict[str, Any]:
+    """Time to first token of prompts that take one step, a step and a single token,
+    a step and a few: what a step costs, whatever its length."""
+    switch(engine, "stock")
+    kinds = {length: ([], int(length)) for length in lengths.split()}
+    asked = _ask_in_turn(engine, kinds, repeats, seed="steps")
+    empty_cache(engine)
+    return {
+        "rows": [
+            {
+                "tokens": int(length),
+                "steps": " + ".join(map(str, found["steps"])),
+                "ttft_s": round(median(found["ttft_s"]), 4),
+                "least_s": min(found["ttft_s"]),
+                "most_s": max(found["ttft_s"]),
+            }
+            for length, found in asked.items()
+        ]
+    }
+
+
+def _ask_in_turn(
+    engine: Any,
+    kinds: dict[str, tuple[list[int], int]],
+    repeats: int,
+    seed: object,
+) -> dict[str, dict[str, Any]]:
+    """Ask each kind's prefix with that many fresh tokens, ``repeats`` times, in turn;
+    once more before that, to see the steps that it takes."""
+    one = params(max_tokens=1)
+    found: dict[str, dict[str, Any]] = {
+        kind: {"ttft_s": [], "cached": set()} for kind in kinds
+    }
+    for repeat in range(-1, repeats):
+        for kind, (said, count) in kinds.items():
+            new = random_tokens(count, (seed, kind, repeat))
+            if repeat < 0:
+                scheduler = engine.engine_core.engine_core.scheduler
+                with recorded(scheduler) as scheduled:
+                    answer = ask(engine, said + new, one)
+                uncached = len(answer.prompt) - answer.cached
+                found[kind]["steps"] = steps_of(scheduled, uncached)
+                continue
+            answer = ask(engine, said + new, one)
+            found[kind]["ttft_s"].append(round(answer.first_token_s, 4))
+            found[kind]["cached"].add(answer.cached)
+    for asked in found.values():
+        asked["cached"] = sorted(asked["cached"])
+    return found
 
 
 def _integrity(engine: Any) -> dict[str, int]:

@@ -48,14 +48,21 @@ def _dialog(results: list[dict[str, Any]]) -> list[str]:
     )  # fmt: skip
     follow_ups = _table(
         ["arm", "lengths", "new tokens", "cached", "follow-up (s)", "range",
-         "new tokens alone (s)", "range", "ratio"],
+         "new tokens alone (s)", "range", "ratio", "split alike (s)", "range", "ratio",
+         "steps: follow-up", "alone", "split alike"],
         [
             [
                 r["arm"], r["lengths"], f["new_tokens"],
                 " ".join(map(str, f["cached"])),
-                f"{f['ttft_s']:.4f}", "{:.4f}-{:.4f}".format(*f["ttft_range_s"]),
-                f"{f['new_alone_s']:.4f}",
-                "{:.4f}-{:.4f}".format(*f["new_alone_range_s"]), f["ratio"],
+                f"{f['ttft_s']:.4f}", _range(f["ttft_range_s"]),
+                f"{f['new_alone_s']:.4f}", _range(f["new_alone_range_s"]), f["ratio"],
+                *(
+                    [f"{f['alike_s']:.4f}", _range(f["alike_range_s"]),
+                     f["alike_ratio"]]
+                    + [" + ".join(map(str, steps)) for steps in _steps(f)]
+                    if "alike_s" in f
+                    else [""] * 6
+                ),
             ]
             for r in results
             for f in r.get("follow_ups", ())
@@ -64,7 +71,16 @@ def _dialog(results: list[dict[str, Any]]) -> list[str]:
     return [turns, follow_ups]
 
 
+def _range(values: Sequence[float]) -> str:
+    return "{:.4f}-{:.4f}".format(*values)
+
+
+def _steps(follow_up: dict[str, Any]) -> list[list[int]]:
+    return [follow_up["steps"][kind] for kind in ("follow_up", "alone", "alike")]
+
+
 def _throughput(results: list[dict[str, Any]]) -> list[str]:
+    rows = [row for result in results for row in result.get("rows", [result])]
     return [
         _table(
             ["running", "arm", "step off (ms)", "step on (ms)", "on/off, tokens/s",
@@ -75,11 +91,19 @@ def _throughput(results: list[dict[str, Any]]) -> list[str]:
                     r["running"], r["arm"], r["step_ms"]["off"], r["step_ms"]["on"],
                     r["ratio"], "{}-{}".format(*r["ratio_range"]),
                     " ".join(map(str, r["off_against_off"])),
-                    " ".join(f"{k} {v}" for k, v in r["whole_tokens_per_s"].items()),
-                    r["pins"]["most_blocks"],
-                    r["pins"]["most_blocks_held_by_pins_alone"],
+                    *(
+                        [
+                            " ".join(
+                                f"{k} {v}" for k, v in r["whole_tokens_per_s"].items()
+                            ),
+                            r["pins"]["most_blocks"],
+                            r["pins"]["most_blocks_held_by_pins_alone"],
+                        ]
+                        if "pins" in r
+                        else [""] * 3
+                    ),
                 ]
-                for r in results
+                for r in rows
             ],
         )
     ]  # fmt: skip
@@ -124,7 +148,33 @@ def _checked(results: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
 
 
-def _calibrate(results: list[dict[str, Any]]) -> list[str]:
+def _storm(results: list[dict[str, Any]]) -> list[str]:
+    def more(result: dict[str, Any], *names: str) -> list[object]:
+        return [result.get(name, "") for name in names]
+
+    def ends(result: dict[str, Any]) -> str:
+        return " ".join(f"{k} {v}" for k, v in result["finished"].items())
+
+    return [
+        _table(
+            ["arm", "blocks", "ended", "preemptions", "answers", "hits",
+             "inside a block", "off the hash grid", "most first tokens after a hit, "
+             "one step", "cached", "prompt"],
+            [
+                [
+                    r["arm"], r["available_blocks"], ends(r), r["preemptions"],
+                    *more(r, "answers", "hits", "hits_inside_a_block",
+                          "hits_inside_a_unit", "most_hits_at_once", "cached",
+                          "prompt"),
+                ]
+                for r in results
+            ],
+        ),
+        *_checked(results),
+    ]  # fmt: skip
+
+
+def _as_they_are(results: list[dict[str, Any]]) -> list[str]:
     return [
         _table(list(rows[0]), [list(row.values()) for row in rows])
         for rows in (result["rows"] for result in results)
@@ -132,10 +182,12 @@ def _calibrate(results: list[dict[str, Any]]) -> list[str]:
 
 
 TABLES = {
-    "calibrate": _calibrate,
+    "calibrate": _as_they_are,
+    "copy_cost": _as_they_are,
     "dialog": _dialog,
     "throughput": _throughput,
     "uninterrupted": _uninterrupted,
     "concurrent": _checked,
-    "storm": _checked,
+    "steps": _as_they_are,
+    "storm": _storm,
 }

@@ -1,73 +1,60 @@
 """Experiment 3: what retention and its events cost a decode step.
 
-``N`` requests decode together; every ``window`` steps the engine is switched, in the
-order off, on, on, off, so that growing contexts weigh on both alike. Off is stock
-vLLM: its own scheduler class, nothing wrapped. A subscriber in another process
-reads the events. One off window of a group against the other is the noise.
+``N`` requests decode together; every ``window`` steps the engine is switched: off, each
+arm, each arm in reverse, off, so that growing contexts weigh on all alike. Off is stock
+vLLM: its own scheduler class, nothing wrapped. A subscriber in another process reads
+the events. One off window of a group against the other is the noise.
 
-Then the same load runs whole, once with retention from its start, so that blocks
-are crossed and pinned as in service: what the pins hold is sampled on the way.
+With ``whole=1`` the same load then runs whole, once stock and once in each arm, with
+retention from its start, so that blocks are crossed and pinned as in service: what the
+pins hold is sampled on the way.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from arms import empty_cache, switch
 from generate import Session, params, random_tokens, stopping_at
+from listen import counted_events
 
 SETTLE = 5
-"""Steps after a switch that count for neither side."""
+"""Steps after a switch that count for no side."""
 SAMPLE_EVERY = 20
 """Steps between two looks at the pins."""
+STARTING = 64
+"""Steps in which all requests are started, at most."""
 
 
 def run(
     engine: Any,
     running: int,
     arm: str = "exact_tail",
-    tokens: int = 1200,
+    groups: int = 5,
     window: int = 50,
+    whole: int = 1200,
 ) -> dict[str, Any]:
-    with _subscriber() as received:
-        windows = _windows(engine, running, arm, tokens, window)
-        whole = {name: _whole(engine, running, name, tokens) for name in ("stock", arm)}
+    """Several arms are joined by ``+``. ``whole``: tokens a request of the runs with
+    retention from their start; 0 leaves them out."""
+    arms = arm.split("+")
+    with counted_events() as received:
+        rows = _windows(engine, running, arms, groups, window)
+        if whole:
+            runs = {name: _whole(engine, running, name, whole) for name in rows}
+            stock = _whole(engine, running, "stock", whole)["tokens_per_s"]
+            for name, row in rows.items():
+                tokens_per_s = {"stock": stock, name: runs[name]["tokens_per_s"]}
+                row |= {"whole_tokens_per_s": tokens_per_s, "pins": runs[name]["pins"]}
     return {
         "running": running,
-        "arm": arm,
-        **windows,
+        "groups": groups,
+        "window": window,
+        "rows": list(rows.values()),
         "events_received": received,
-        "whole_tokens_per_s": {k: v["tokens_per_s"] for k, v in whole.items()},
-        "pins": whole[arm]["pins"],
     }
-
-
-@contextlib.contextmanager
-def _subscriber() -> Iterator[dict[str, int]]:
-    """Another process that reads the events; fills in how many of each it got."""
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("listen.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    received: dict[str, int] = {}
-    try:
-        yield received
-        output, _ = process.communicate("stop\n", timeout=30)
-        received.update(json.loads(output))
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _prompts(running: int, block: int) -> list[list[int]]:
@@ -84,46 +71,50 @@ def _block_size(engine: Any) -> int:
 
 
 def _windows(
-    engine: Any, running: int, arm: str, tokens: int, window: int
-) -> dict[str, Any]:
+    engine: Any, running: int, arms: list[str], groups: int, window: int
+) -> dict[str, dict[str, Any]]:
+    """A row an arm."""
     switch(engine, "stock")
     session = Session(engine)
+    order = ["stock", *arms, *reversed(arms), "stock"]
+    tokens = STARTING + groups * len(order) * (window + SETTLE)
     prompts = _prompts(running, _block_size(engine))
     answers = [session.add(p, params(max_tokens=tokens)) for p in prompts]
     while any(not answer.tokens for answer in answers):
         session.step()
-    step_s: dict[str, list[float]] = {"off": [], "on": []}
-    longest = lambda: max(len(answer.tokens) for answer in answers)  # noqa: E731
-    order = ("off", "on", "on", "off")
-    num_windows = 0
-    while longest() + 4 * (window + SETTLE) + 8 < tokens:
-        for side in order:
-            switch(engine, arm if side == "on" else "stock", empty=False)
+    # step_s[arm][group]: its two windows
+    step_s: dict[str, list[list[float]]] = {name: [] for name in ("stock", *arms)}
+    for _ in range(groups):
+        for windows in step_s.values():
+            windows.append([])
+        for name in order:
+            switch(engine, name, empty=False)
             for _ in range(SETTLE):
                 session.step()
             start = time.perf_counter()
             for _ in range(window):
                 session.step()
-            step_s[side].append((time.perf_counter() - start) / window)
-            num_windows += 1
+            step_s[name][-1].append((time.perf_counter() - start) / window)
+    assert len(session) == running, "some requests ended before the last window"
     session.run()
     switch(engine, "stock", empty=False)
     empty_cache(engine)
-    # off on on off: both offs of a group against both ons.
-    pairs = range(0, len(step_s["off"]), 2)
-    ratios = [
-        mean(step_s["off"][i : i + 2]) / mean(step_s["on"][i : i + 2]) for i in pairs
-    ]
-    off, on = median(step_s["off"]), median(step_s["on"])
+    return {name: _row(running, name, step_s["stock"], step_s[name]) for name in arms}
+
+
+def _row(
+    running: int, arm: str, offs: list[list[float]], ons: list[list[float]]
+) -> dict[str, Any]:
+    ratios = [mean(off) / mean(on) for off, on in zip(offs, ons, strict=True)]
+    off, on = (median(itertools.chain(*windows)) for windows in (offs, ons))
     return {
+        "running": running,
+        "arm": arm,
         "step_ms": {"off": round(1e3 * off, 4), "on": round(1e3 * on, 4)},
         "tokens_per_s": {"off": round(running / off, 1), "on": round(running / on, 1)},
         "ratio": round(median(ratios), 4),
         "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
-        "off_against_off": [
-            round(step_s["off"][i] / step_s["off"][i + 1], 4) for i in pairs
-        ],
-        "num_windows": num_windows,
+        "off_against_off": [round(first / last, 4) for first, last in offs],
     }
 
 

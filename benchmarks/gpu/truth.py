@@ -21,6 +21,7 @@ from typing import Any
 
 from arms import ballast, counted_preemptions, empty_cache, switch
 from generate import Answer, Session, ask, params, random_tokens, stopping_at
+from listen import counted_events
 from model import redraw
 
 TOP = 20
@@ -167,61 +168,130 @@ def concurrent(
 
 
 def storm(
-    engine: Any, arm: str, available: int, seconds: float = 30.0, running: int = 48
+    engine: Any,
+    arm: str,
+    available: int,
+    seconds: float = 40.0,
+    conversations: int = 32,
+    longest: int = 3000,
+    answer: int = 200,
+    checked: int = 60,
 ) -> dict[str, Any]:
-    """Conversations without pause, aborted, stopped and cut off at random."""
+    """Conversations whose next turn comes at once, so that most of them hit, in a pool
+    too small for all: hits inside blocks, many a step, beside preemptions and aborts.
+
+    Now and then many are aborted and come back together. See :func:`_next_prompt` for
+    what a next turn is.
+    """
     switch(engine, arm)
     source = random.Random(11)
-    histories: list[list[int]] = [
-        random_tokens(source.randrange(16, 1500), ("storm", i))
-        for i in range(2 * running)
+    histories = [
+        random_tokens(source.randrange(16, longest // 2), ("storm", i))
+        for i in range(conversations)
     ]
+    last: list[Answer | None] = [None] * conversations
     finished: list[Answer] = []
-    counts = {"stop": 0, "length": 0, "abort": 0}
+    counts = {"stop": 0, "length": 0, "abort": 0, "started": 0, "regenerated": 0}
     open_by: dict[int, Answer] = {}
+    most_hits_at_once = 0
     session = Session(engine)
-    with ballast(engine, available), counted_preemptions(engine) as preempted:
+
+    def start(i: int) -> None:
+        prompt, again = _next_prompt(source, histories, last, i, longest)
+        length = source.randrange(2, answer)
+        # Log-probabilities make a step several times as long.
+        probed = PROBED if source.random() < 0.15 else {}
+        sampling = (
+            params(max_tokens=length, **probed)
+            if source.random() < 0.15
+            else stopping_at(length, **probed)
+        )
+        open_by[i] = session.add(prompt, sampling)
+        counts["started"] += 1
+        counts["regenerated"] += again
+
+    def end(i: int) -> None:
+        ended = last[i] = open_by.pop(i)
+        counts[ended.finish_reason or "stop"] += 1
+        histories[i] = ended.prompt + ended.tokens
+
+    with (
+        counted_events() as received,
+        ballast(engine, available),
+        counted_preemptions(engine) as preempted,
+    ):
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline or len(session):
-            running_out = time.perf_counter() >= deadline
-            while len(session) < running and not running_out:
-                free = [i for i in range(len(histories)) if i not in open_by]
-                i = source.choice(free)
-                if len(histories[i]) > 4000:
-                    histories[i] = histories[i][:700]  # goes back, then diverges
-                new = source.randrange(1, 60)
-                histories[i] += random_tokens(new, (i, len(histories[i])))
-                length = source.randrange(2, 300)
-                sampling = (
-                    params(max_tokens=length, **PROBED)
-                    if source.random() < 0.15
-                    else stopping_at(length, **PROBED)
-                )
-                open_by[i] = session.add(histories[i], sampling)
+            if time.perf_counter() < deadline:
+                for i in range(conversations):
+                    if i not in open_by:
+                        start(i)
+            waiting = [one for one in open_by.values() if not one.tokens]
             done = session.step()
-            if source.random() < 0.02 and open_by:
-                victim = source.choice(list(open_by.values()))
-                session.abort(victim)
-                done.append(victim)
-            for answer in done:
-                counts[answer.finish_reason or "stop"] += 1
-                i = next(i for i, held in open_by.items() if held is answer)
-                del open_by[i]
-                histories[i] = answer.prompt + answer.tokens
-                if answer.finish_reason != "abort" and len(answer.tokens) > 2:
-                    finished.append(answer)
+            hits_now = sum(bool(one.tokens and one.cached) for one in waiting)
+            most_hits_at_once = max(most_hits_at_once, hits_now)
+            for i, one in list(open_by.items()):
+                if any(one is ended for ended in done):
+                    end(i)
+                    if len(one.tokens) > 2:
+                        finished.append(one)
+            victims = int(source.random() < conversations / 1000)
+            if source.random() < 0.005:
+                victims = conversations // 3
+            for i in source.sample(list(open_by), min(victims, len(open_by))):
+                session.abort(open_by[i])
+                end(i)
         session.drain()
+    block = engine.engine_core.engine_core.scheduler.block_size
     hit = [answer for answer in finished if answer.cached]
     result = {
         "arm": arm,
         "available_blocks": available,
         "seconds": seconds,
+        "conversations": conversations,
         "finished": counts,
         "preemptions": len(preempted),
+        "answers": len(finished),
         "hits": len(hit),
+        "hits_inside_a_block": sum(answer.cached % block > 0 for answer in hit),
         "hits_inside_a_unit": sum(answer.cached % 16 > 0 for answer in hit),
+        "most_hits_at_once": most_hits_at_once,
+        "cached": sum(answer.cached for answer in finished),
+        "prompt": sum(len(answer.prompt) for answer in finished),
+        "events_received": received,
     }
-    return result | check(engine, source.sample(hit, min(40, len(hit))))
+    if arm != "stock":
+        scheduler = engine.engine_core.engine_core.scheduler
+        result["integrity"] = scheduler.check_integrity()._asdict()
+    probed = [answer for answer in hit if answer.logprobs]
+    return result | check(engine, source.sample(probed, min(checked, len(probed))))
+
+
+def _next_prompt(
+    source: random.Random,
+    histories: list[list[int]],
+    last: list[Answer | None],
+    i: int,
+    longest: int,
+) -> tuple[list[int], bool]:
+    """The next prompt of conversation ``i``, and whether it asks the same again.
+
+    Mostly everything said so far and something new; sometimes the former prompt again,
+    the former answer changed somewhere, or another conversation's turn taken up.
+    """
+    said, former = histories[i], last[i]
+    choice = source.random()
+    if len(said) > longest:  # goes back, then diverges
+        said = said[: source.randrange(16, 700)]
+    elif former is not None and choice < 0.1:
+        return former.prompt, True
+    elif former is not None and choice < 0.25 and len(former.tokens) > 2:
+        keep = len(former.prompt) + source.randrange(1, len(former.tokens))
+        said = said[:keep]
+    elif choice < 0.35:
+        said = source.choice(histories)
+    new = random_tokens(source.randrange(1, 60), (i, len(said), source.random()))
+    return said + new, False
 
 
 def check(engine: Any, answers: list[Answer]) -> dict[str, Any]:
