@@ -50,7 +50,7 @@ from vllm_fork.scheduler import with_checkpoints
 BLOCK: Final = 1056
 HASH_UNIT: Final = 16
 SAMPLED_TOKEN: Final = 11
-STEPS_A_TURN: Final = 8
+STEPS_A_TURN: Final = 4
 MODES: Final[dict[str, dict[str, Any]]] = {
     "retention": {"exact_tail": False},
     "exact_tail": {"exact_tail": True},
