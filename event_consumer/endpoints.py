@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from event_consumer.settings import EndpointSettings
+from event_consumer.settings import EndpointSettings, of_rank
 
 DNS_PREFIX: Final = "dns+"
 
@@ -40,21 +40,12 @@ def expand(endpoints: Iterable[EndpointSettings]) -> list[Endpoint]:
         templates = (settings.endpoint, settings.replay, settings.kv_events)
         for one in _at_each_address(templates):
             for rank in range(settings.ranks):
-                endpoint, replay, kv_events = (of_rank(each, rank) for each in one)
+                endpoint, replay, kv_events = (
+                    each and of_rank(each, rank) for each in one
+                )
                 assert endpoint is not None
                 found[endpoint] = Endpoint(endpoint, replay, kv_events, settings)
     return list(found.values())
-
-
-def of_rank(endpoint: str | None, rank: int) -> str | None:
-    """The endpoint of one data-parallel rank: the port grows by the rank, a path
-    gets the suffix ``_dp<rank>`` (docs/events.md)."""
-    if endpoint is None or rank == 0:
-        return endpoint
-    if endpoint.startswith("tcp://"):
-        host, _, port = endpoint.rpartition(":")
-        return f"{host}:{int(port) + rank}"
-    return f"{endpoint}_dp{rank}"
 
 
 def _at_each_address(

@@ -14,6 +14,7 @@ TOML file (``--config FILE``), then the defaults. Example of a file::
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -40,7 +41,14 @@ DEFAULT_HTTP: Final = "127.0.0.1:9464"
 MAX_PORT: Final = 65_535
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 
-_Positive = Annotated[float, Field(gt=0)]
+MAX_KEEP_DAYS: Final = 36_500
+EXAMPLE: Final = (
+    '[{"endpoint": "tcp://HOST:5567", "replay": "tcp://HOST:5568"}] (in TOML: '
+    "[[endpoints]] with endpoint and replay under it)"
+)
+"""A list of endpoints, as it is written."""
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SettingsError(ValueError):
@@ -116,7 +124,7 @@ class ConsumerSettings(BaseSettings):
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     http: str = DEFAULT_HTTP
     flush_interval_s: _Positive = 0.2
-    keep_days: Annotated[float, Field(ge=0)] = 30
+    keep_days: Annotated[float, Field(ge=0, le=MAX_KEEP_DAYS)] = 30
     dns_refresh_s: _Positive = 10
     replay_timeout_s: _Positive = 3
     replay_attempts: Annotated[int, Field(ge=1)] = 4
@@ -127,6 +135,18 @@ class ConsumerSettings(BaseSettings):
     @model_validator(mode="after")
     def _check(self) -> ConsumerSettings:
         self.http_address()
+        if not self.endpoints:
+            raise ValueError(
+                f"endpoints names no stream: name one, as {EXAMPLE}, or leave it out "
+                f"for {DEFAULT_ENDPOINT}"
+            )
+        seen: set[str] = set()
+        for each in self.endpoints:
+            for rank in range(each.ranks):
+                stream = of_rank(each.endpoint, rank)
+                if stream in seen:
+                    raise ValueError(f"endpoints names {stream} twice: name it once")
+                seen.add(stream)
         return self
 
     @classmethod
@@ -184,7 +204,11 @@ def load_settings(
     except ValidationError as error:
         raise SettingsError(_sentence(error, config)) from None
     except SourceError as error:
-        raise SettingsError(f"A setting cannot be read: {error}.") from None
+        name = re.search('field "(.+?)"', str(error))
+        variable = ENV_PREFIX + name[1].upper() if name else "A setting"
+        raise SettingsError(
+            f"{variable} is no JSON: write a list, as {EXAMPLE}."
+        ) from None
 
 
 def _parse_toml(config: Path) -> None:
@@ -231,9 +255,26 @@ def _sentence(error: ValidationError, config: Path | None) -> str:
         near = _nearest(path[-1], model.model_fields)
         source = f"The configuration {config} sets" if config else "There is no"
         return f"{source} {where}, which is not a known setting: {near}"
+    if first["type"] in ("model_type", "list_type") and path[0] == "endpoints":
+        return (
+            f"The setting {'.'.join(path)} cannot be used: endpoints is a list, as "
+            f"{EXAMPLE}."
+        )
     message = first["msg"].removeprefix("Value error, ")
     subject = f"The setting {'.'.join(path)}" if path else "A setting"
     return f"{subject} cannot be used: {message}."
+
+
+def of_rank(endpoint: str, rank: int) -> str:
+    """The endpoint of one data-parallel rank: the port grows by the rank, a path
+    gets the suffix ``_dp<rank>`` (docs/events.md)."""
+    if rank == 0:
+        return endpoint
+    scheme, _, rest = endpoint.partition("://")
+    if scheme.endswith("tcp"):
+        host, _, port = rest.rpartition(":")
+        return f"{scheme}://{host}:{int(port) + rank}"
+    return f"{endpoint}_dp{rank}"
 
 
 def _check_endpoint(name: str, value: str) -> None:

@@ -63,7 +63,20 @@ def test_the_command_line_comes_before_the_environment_before_the_file(
         ("flush_interval_s = 0", "greater than 0"),
         ("keep_days = 'long'", "valid number"),
         ("http = 'localhost'", "HOST:PORT or off"),
-        ("endpoints = 5", "valid list"),
+        ("flush_interval_s = inf", "finite number"),
+        ("keep_days = inf", "less than or equal to 36500"),
+        ("endpoints = 5", "endpoints is a list"),
+        ("endpoints = ['tcp://a:1']", "endpoints is a list"),
+        ("endpoints = []", "names no stream"),
+        (
+            "[[endpoints]]\nendpoint = 'tcp://a:1'\n" * 2,
+            "names tcp://a:1 twice",
+        ),
+        (
+            "[[endpoints]]\nendpoint = 'tcp://a:1'\nranks = 3\n"
+            "[[endpoints]]\nendpoint = 'tcp://a:3'\n",
+            "names tcp://a:3 twice",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_sentence(tmp_path, text, words):
@@ -80,10 +93,14 @@ def test_a_misspelt_variable_is_refused():
         load_settings(None, {"EVENT_CONSUMER_STOER": "x"})
 
 
-def test_a_variable_that_is_no_json_is_one_sentence(monkeypatch):
-    monkeypatch.setenv("EVENT_CONSUMER_ENDPOINTS", "tcp://a:1")
-    with pytest.raises(SettingsError, match="endpoints"):
+@pytest.mark.parametrize("value", ["tcp://a:1", "[", '["tcp://a:1"]', "[{}", "7"])
+def test_a_variable_that_is_no_list_of_endpoints_is_one_sentence(monkeypatch, value):
+    monkeypatch.setenv("EVENT_CONSUMER_ENDPOINTS", value)
+    with pytest.raises(SettingsError) as caught:
         load_settings(None, {})
+    assert "endpoints" in str(caught.value).lower()
+    assert '[{"endpoint": "tcp://HOST:5567"' in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_ranks_are_numbered_as_the_engine_numbers_them():
