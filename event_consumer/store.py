@@ -52,6 +52,7 @@ from event_consumer.records import (
     Snapshot,
     StreamRecord,
 )
+from event_consumer.store_file import Obstacle, damage, obstacle
 
 DEFAULT_URL: Final = "sqlite:///vllm-fork.db"
 
@@ -188,8 +189,7 @@ class Store:
         self.name = self._url.render_as_string(hide_password=True)
         self._read_only = read_only
         self._refuse_memory()
-        if read_only:
-            self._refuse_absent_file()
+        self._refuse_file()
         try:
             self.engine = self._create_engine()
             with self._sentences("open"):
@@ -227,15 +227,29 @@ class Store:
                 "it: name a file, such as sqlite:///vllm-fork.db"
             )
 
-    def _refuse_absent_file(self) -> None:
-        path = self._url.database
-        if self._url.get_backend_name() != "sqlite":
+    @property
+    def _path(self) -> Path | None:
+        """The file of an SQLite store; None of a server's, and of SQLite's own URIs."""
+        path = str(self._url.database)
+        is_file = self._url.get_backend_name() == "sqlite"
+        return Path(path) if is_file and not path.startswith("file:") else None
+
+    def _refuse_file(self) -> None:
+        """Say what is wrong with the file in better words than SQLite's."""
+        path = self._path
+        if path is None:
             return
-        if not Path(str(path)).exists():
+        found = obstacle(path, to_write=not self._read_only)
+        if found is not None:
+            raise StoreError(self._cannot("open", found))
+        if self._read_only and not path.exists():
             raise StoreError(
                 f"there is no store at {self.name} yet: `event-consumer run "
                 f"--store {self.name}` makes it, or name another with --store"
             )
+
+    def _cannot(self, doing: str, found: Obstacle) -> str:
+        return f"cannot {doing} the store {self.name}: {found.what}; {found.remedy}"
 
     @contextmanager
     def _sentences(self, doing: str) -> Iterator[None]:
@@ -245,8 +259,11 @@ class Store:
         except SQLAlchemyError as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
             reason = " ".join(str(cause).split())
+            found = damage(self._path, reason) if self._path is not None else None
             raise StoreError(
-                f"cannot {doing} the store {self.name}: {reason}"
+                self._cannot(doing, found)
+                if found is not None
+                else f"cannot {doing} the store {self.name}: {reason}"
             ) from error
 
     def _create_or_verify(self) -> None:
@@ -281,7 +298,7 @@ class Store:
         )
         if version is None:
             raise StoreError(
-                f"{self.name} is a database, but not a store of event-consumer: "
+                f"the database {self.name} is not a store of event-consumer: "
                 "name another with --store"
             )
         ours = tables.SCHEMA_VERSION
@@ -541,9 +558,15 @@ def _configure_writer(connection: Any, _record: object) -> None:
 def _parse_url(url: str) -> URL:
     try:
         parsed = make_url(url)
-    except ArgumentError:
+        if "\0" in url:
+            raise ValueError(url)  # no path is like that
+    except (ArgumentError, ValueError):  # ValueError also: a port that is no number
+        is_path = "://" not in url and url.strip()
+        example = f"sqlite:///{url}" if is_path else DEFAULT_URL
+        # What has a scheme may hold a password.
+        named = repr(url) if "://" not in url else "what was given"
         raise StoreError(
-            f"{url!r} is not a store URL: write sqlite:///{url} for a file, or "
+            f"{named} is not a store URL: write {example} for a file, or "
             "postgresql://USER@HOST/DATABASE"
         ) from None
     name = parsed.drivername

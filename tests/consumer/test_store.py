@@ -254,7 +254,8 @@ def test_reading_makes_no_store(tmp_path):
         ("runs.db", "write sqlite:///runs.db for a file"),
         ("mysql://host/x", "'mysql' is not known"),
         ("nonsense://x", "'nonsense' is not known"),
-        ("sqlite:////no/such/folder/x.db", "unable to open"),
+        ("sqlite:////no/such/folder/x.db", "mkdir -p /no/such/folder"),
+        ("sqlite:///a\0b.db", "is not a store URL"),
         ("postgresql://u:secret@127.0.0.1:1/x", "Connection refused"),
     ],
 )
@@ -269,9 +270,21 @@ def test_a_url_that_cannot_be_used_is_one_sentence(url, words):
 def test_a_file_that_is_no_database_is_one_sentence(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("Dear diary, " * 100)
-    with pytest.raises(StoreError, match="file is not a database"):
+    with pytest.raises(StoreError, match="is not an SQLite database"):
         Store(f"sqlite:///{path}")
     assert path.read_text().startswith("Dear diary")
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_store_that_this_user_may_not_open_is_one_sentence(
+    tmp_path, monkeypatch, read_only
+):
+    """Said by ``os.access``, for no mode keeps root out."""
+    url = f"sqlite:///{tmp_path}/store.db"
+    Store(url).close()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(StoreError, match=r"may not read .*store\.db; change its mode"):
+        Store(url, read_only=read_only)
 
 
 def test_an_unwritable_store_is_refused_at_the_start(tmp_path):
@@ -282,5 +295,5 @@ def test_an_unwritable_store_is_refused_at_the_start(tmp_path):
     else:
         path.chmod(0o400)
         url = f"sqlite:///{path}"
-    with pytest.raises(StoreError, match="readonly"):
+    with pytest.raises(StoreError, match=r"readonly|may not write"):
         Store(url)
