@@ -12,7 +12,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
@@ -30,6 +30,7 @@ from event_consumer.cli_options import (
     MaxHitsOption,
     MinDepthOption,
     MinPrefilledOption,
+    MinRecomputedOption,
     SessionOption,
     SinceOption,
     StoreOption,
@@ -48,6 +49,7 @@ from event_consumer.queries import (
 from event_consumer.queries import (
     health as find_health,
 )
+from event_consumer.records import LOST, STOPPED
 from event_consumer.settings import SettingsError, load_settings
 from event_consumer.store import DEFAULT_URL, Store, StoreError
 from event_consumer.traces_cli import traces
@@ -151,12 +153,7 @@ def _query(
         min_depth: MinDepthOption = None,
         max_depth: MaxDepthOption = None,
         min_prefilled: MinPrefilledOption = None,
-        min_recomputed: Annotated[
-            int | None,
-            typer.Option(
-                help="Prefilled at least so many tokens that attention had cached."
-            ),
-        ] = None,
+        min_recomputed: MinRecomputedOption = None,
         incomplete: IncompleteOption = None,
         since: SinceOption = None,
         limit: LimitOption = DEFAULT_LIMIT,
@@ -233,35 +230,19 @@ def health(store: StoreOption = DEFAULT_URL, as_json: JsonOption = False) -> Non
     if as_json:
         print_json(found)
     else:
-        print(_health_in_words(found))
-        _print_table(
-            found["streams"],
-            {
-                "endpoint": "endpoint",
-                "state": "state",
-                "applied_seq": "applied",
-                "num_events": "events",
-                "num_replayed": "replayed",
-                "num_lost": "lost",
-                "num_dropped": "dropped",
-            },
-        )
-        for gap in found["gaps"]:
-            batches = f"[{gap['first_seq']}, {gap['end_seq']})"
-            print(f"{gap['status']}: batches {batches} of {gap['endpoint']}")
+        _print_health(found)
     raise typer.Exit(0 if found["healthy"] else 1)
 
 
 def main() -> None:
     """The console script."""
     try:
+        _refuse_what_is_no_text(sys.argv)
         code = app(standalone_mode=False)
     except SettingsError as error:
         _fail(str(error), 2)
     except StoreError as error:
         _fail(f"{str(error)[0].upper()}{str(error)[1:]}", 1)
-    except OverflowError:
-        _fail("A number is too large: the store holds whole numbers below 2^63.", 2)
     except typer.Abort:
         _fail("Interrupted.", 1)
     except BrokenPipeError:
@@ -272,6 +253,17 @@ def main() -> None:
             raise
         _fail(error.format_message(), 2)
     sys.exit(code or 0)
+
+
+def _refuse_what_is_no_text(arguments: list[str]) -> None:
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = argument.encode(errors="replace").decode()
+            raise SettingsError(
+                f"The argument {shown!r} is not UTF-8: no name in a store is like that."
+            ) from None
 
 
 def _fail(sentence: str, code: int) -> NoReturn:
@@ -325,14 +317,58 @@ def _cell(value: object) -> str:
     return plain(text)
 
 
-def _health_in_words(found: Row) -> str:
+def _print_health(found: Row) -> None:
     sentences = {
         "ok": "Every stream is whole.",
         "empty": "No stream has been read yet.",
         "lossy": "Nothing is missing now, but something was lost before.",
         "gapped": "A gap is open: batches are missing and not given up yet.",
     }
-    return sentences[found["status"]]
+    print(sentences[found["status"]])
+    engines = {engine["engine_id"]: engine for engine in found["engines"]}
+    for stream in found["streams"]:
+        engine = engines.get(stream["engine_id"])
+        stream["engine"] = engine and engine["status"]
+        for line in _stream_in_words(stream):
+            print(f"{plain(stream['endpoint'])}: {line}")
+    _print_table(
+        found["streams"],
+        {
+            "endpoint": "endpoint",
+            "state": "state",
+            "engine": "engine",
+            "applied_seq": "applied",
+            "num_events": "events",
+            "num_replayed": "replayed",
+            "num_lost": "lost",
+            "num_dropped": "dropped",
+            "num_unknown": "unknown",
+            "num_undecodable": "undecodable",
+        },
+    )
+    for gap in found["gaps"]:
+        batches = f"[{gap['first_seq']}, {gap['end_seq']})"
+        print(f"{gap['status']}: batches {batches} of {plain(gap['endpoint'])}")
+
+
+def _stream_in_words(stream: Row) -> Iterator[str]:
+    """What a reader should know about one stream, a sentence each."""
+    if stream["engine"] == STOPPED:
+        yield "its engine has stopped, in order."
+    elif stream["engine"] == LOST:
+        yield "its engine is lost: killed, replaced, or out of reach."
+    if not stream["consumed"]:
+        yield "no consumer has written it for 10 s."
+    if stream["num_undecodable"]:
+        yield (
+            f"{stream['num_undecodable']} frames or events did not decode, or were not "
+            "the engine's; the consumer's log says why."
+        )
+    if stream["num_unknown"]:
+        yield (
+            f"{stream['num_unknown']} events are of types that this version does not "
+            "know: upgrade event-consumer."
+        )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,15 @@ STATUSES: Final = (OPEN, FINISHED, ENGINE_LOST)
 STAGES: Final = (PINNED, PROMOTED, PUBLISHED, DISCARDED, EVICTED, GONE)
 UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
+MAX_WHOLE: Final = 2**63 - 1
+"""The largest number that a store holds."""
+
+
+def whole(help: str) -> Any:
+    """An option that is a count."""
+    return typer.Option(min=0, max=MAX_WHOLE, help=help)
+
+
 StoreOption = Annotated[
     str,
     typer.Option(
@@ -49,16 +58,15 @@ SessionOption = Annotated[str | None, typer.Option(help="Session or conversation
 EngineOption = Annotated[str | None, typer.Option(help="Engine id.")]
 LabelOption = Annotated[str | None, typer.Option(help="Label of the engine.")]
 MaxHitsOption = Annotated[
-    int | None, typer.Option(help="Has a checkpoint that was hit at most so often.")
+    int | None, whole("Has a checkpoint that was hit at most so often.")
 ]
-MinDepthOption = Annotated[
-    int | None, typer.Option(help="Reused at least so many tokens.")
-]
-MaxDepthOption = Annotated[
-    int | None, typer.Option(help="Reused at most so many tokens.")
-]
+MinDepthOption = Annotated[int | None, whole("Reused at least so many tokens.")]
+MaxDepthOption = Annotated[int | None, whole("Reused at most so many tokens.")]
 MinPrefilledOption = Annotated[
-    int | None, typer.Option(help="Prefilled at least so many prompt tokens.")
+    int | None, whole("Prefilled at least so many prompt tokens.")
+]
+MinRecomputedOption = Annotated[
+    int | None, whole("Prefilled at least so many tokens that attention had cached.")
 ]
 IncompleteOption = Annotated[
     bool | None, typer.Option(help="Whether events of it may be missing.")
@@ -86,20 +94,30 @@ def parse_time(option: str, value: str | None) -> int | None:
     without a zone is UTC.
 
     Raises:
-        SettingsError: it is neither.
+        SettingsError: it is neither, or out of range.
     """
     if value is None:
         return None
-    age = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value)
+    time_ns = _time_ns(value)
+    if time_ns is None:
+        raise SettingsError(
+            f"{option} {value!r} is no age and no time: write 90s, 15m, 2h, 7d or "
+            "2026-01-31T12:00:00Z."
+        )
+    if not 0 <= time_ns <= MAX_WHOLE:
+        raise SettingsError(f"{option} {value!r} is not between 1970 and 2262.")
+    return time_ns
+
+
+def _time_ns(value: str) -> int | None:
+    age = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)([smhd])", value)
     if age:
         return time.time_ns() - int(float(age[1]) * UNITS_S[age[2]] * 1e9)
     with suppress(ValueError):
         at = datetime.fromisoformat(value)
-        return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1e9)
-    raise SettingsError(
-        f"{option} {value!r} is no age and no time: write 90s, 15m, 2h, 7d or "
-        "2026-01-31T12:00:00Z."
-    )
+        at = at if at.tzinfo else at.replace(tzinfo=UTC)
+        return int((at - datetime.fromtimestamp(0, UTC)).total_seconds() * 1e9)
+    return None
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -277,8 +277,8 @@ class Intake:
         self._warn(
             record.endpoint,
             "number",
-            f"{record.endpoint} named batch {seq} out of all order, and what the engine "
-            "says itself refutes it: somebody else may be sending there "
+            f"{record.endpoint} named batch {seq} out of all order, and what the "
+            "engine itself says refutes it: somebody else may be sending there "
             "(docs/consumer.md, Trust)",
         )
 

@@ -19,6 +19,7 @@ from event_consumer.cli_options import (
     MaxHitsOption,
     MinDepthOption,
     MinPrefilledOption,
+    MinRecomputedOption,
     SessionOption,
     SinceOption,
     StoreOption,
@@ -26,6 +27,7 @@ from event_consumer.cli_options import (
     parse_time,
     plain,
     print_json,
+    whole,
 )
 from event_consumer.queries import DEFAULT_LIMIT, Row
 from event_consumer.records import EVICTED, FINISHED, GONE, PUBLISHED
@@ -107,16 +109,11 @@ def traces(
     min_prefilled: MinPrefilledOption = None,
     min_reprefilled: Annotated[
         int | None,
-        typer.Option(
-            help="Prefilled at least so many that the turn before had computed."
-        ),
+        whole("Prefilled at least so many that the turn before had computed."),
     ] = None,
-    min_recomputed: Annotated[
-        int | None,
-        typer.Option(help="Prefilled at least so many that attention had cached."),
-    ] = None,
+    min_recomputed: MinRecomputedOption = None,
     min_preemptions: Annotated[
-        int | None, typer.Option(help="Was preempted at least so often.")
+        int | None, whole("Was preempted at least so often.")
     ] = None,
     left_none: Annotated[
         bool, typer.Option("--left-none", help="Ended without leaving a checkpoint.")

@@ -21,7 +21,7 @@ from event_consumer.records import (
     StreamRecord,
 )
 from event_consumer.store import ChangeSet, Store
-from vllm_fork.events import EngineStarted
+from vllm_fork.events import EngineStarted, EngineStopped
 
 STARTED = EngineStarted(
     time_unix_ns=1, monotonic_ns=1, vllm_version="0", fork_version="0", retention="on"
@@ -150,6 +150,29 @@ def test_an_open_gap_is_told_everywhere(
     assert consumer.get("/nowhere")[0] == 404
 
 
+def test_health_tells_of_frames_that_did_not_decode_and_of_an_engine_that_stopped(
+    raw_publisher, start_consumer, sqlite_url, rows, wait_for
+):
+    publisher = raw_publisher
+    start_consumer(sqlite_url, publisher)
+    publisher.greet()
+    publisher.send(0, STARTED, {"type": "CheckpointTeleported"})
+    publisher.send_frames(b"short", b"\xc1 no msgpack")
+    wait_for(lambda: rows(sqlite_url, tables.streams, num_undecodable=1))
+    told = ask("health", "--store", sqlite_url).stdout
+    assert f"{publisher.endpoint}: 1 frames or events did not decode" in told
+    assert f"{publisher.endpoint}: 1 events are of types" in told
+    assert "stopped" not in told
+    publisher.send(1, EngineStopped(time_unix_ns=2, monotonic_ns=2))
+    wait_for(lambda: rows(sqlite_url, tables.engines, status="stopped"))
+    told = ask("health", "--store", sqlite_url)
+    assert told.returncode == 0
+    assert f"{publisher.endpoint}: its engine has stopped, in order." in told.stdout
+    header, row = told.stdout.splitlines()[-2:]
+    cells = dict(zip(header.split(), row.split(), strict=True))
+    assert (cells["engine"], cells["undecodable"]) == ("stopped", "1")
+
+
 def test_consumers_share_the_endpoints_of_one_postgresql(
     start_engine, start_consumer, postgresql, rows, wait_for
 ):
@@ -180,6 +203,15 @@ def test_the_same_stream_is_the_same_in_both_stores(
     assert records(urls[0]) == records(urls[1])
 
 
+def damaged_store(folder) -> str:
+    """A store whose pages make no sense after the first 100 bytes."""
+    path = folder / "damaged.db"
+    Store(f"sqlite:///{path}").close()
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + b"\xff" * (len(content) - 100))
+    return f"sqlite:///{path}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -198,7 +230,33 @@ def test_the_same_stream_is_the_same_in_both_stores(
         (["run", "--config", "WRONG"], 2, "did you mean store?"),
         (["run", "--config", "NOT_TOML"], 2, "is not TOML"),
         (["run", "--store", "x.db"], 1, "write sqlite:///x.db"),
-        (["run", "--store", "sqlite:////no/such/folder/x.db"], 1, "unable to open"),
+        (["run", "--store", ""], 1, "write sqlite:///vllm-fork.db"),
+        (["run", "--store", "NO_FOLDER"], 1, "make it with `mkdir -p /no/such/folder`"),
+        (["run", "--store", "FOLDER"], 1, "is a folder; name a file in it"),
+        (["run", "--store", "NOTES"], 1, "is not an SQLite database; name another"),
+        (["run", "--store", "DAMAGED"], 1, "move the file away"),
+        (["run", "--store", "BAD_PORT"], 1, "is not a store URL"),
+        (["health", "--store", "NO_FOLDER"], 1, "make it with `mkdir -p"),
+        (["health", "--store", "FOLDER"], 1, "is a folder; name a file in it"),
+        (["health", "--store", "NOTES"], 1, "is not an SQLite database"),
+        (["health", "--store", "DAMAGED"], 1, "move the file away"),
+        (["health", "--store", "UNDER_A_FILE"], 1, "is a file, not a folder"),
+        (["health", "--store", "NONE"], 1, "There is no store"),
+        (["health", "--store"], 2, "requires an argument"),
+        (["health", "more"], 2, "unexpected extra argument"),
+        (["traces", "--store", "NO_FOLDER"], 1, "make it with `mkdir -p"),
+        (["traces", "--store", "FOLDER"], 1, "is a folder; name a file in it"),
+        (["traces", "--store", "NOTES"], 1, "is not an SQLite database"),
+        (["traces", "--store", "DAMAGED"], 1, "move the file away"),
+        (["traces", "--store", "BAD_PORT"], 1, "is not a store URL"),
+        (["traces", "--min-depth", f"{2**63}"], 2, "--min-depth"),
+        (["traces", "--max-hits", "-1"], 2, "--max-hits"),
+        (["traces", "--min-preemptions", "1.5"], 2, "--min-preemptions"),
+        (["traces", "--since", "99999999999d"], 2, "between 1970 and 2262"),
+        (["traces", "--until", "0001-01-01T00:00:00+23:59"], 2, "between 1970"),
+        (["traces", "--since", "9" * 400 + "d"], 2, "is no age"),
+        (["traces", "--request", "\udcff"], 2, "is not UTF-8"),
+        (["traces", "--by", "request_id"], 2, "--by 'request_id' is not known"),
         (["run", "--http", "BUSY"], 1, "choose another --http"),
         (["run", "--http", "here"], 2, "HOST:PORT or off"),
         (["run", "--otlp", "collector"], 2, "write http://HOST:PORT"),
@@ -221,6 +279,12 @@ def test_bad_input_gets_one_sentence(
         places = {
             "BUSY": f"127.0.0.1:{busy.getsockname()[1]}",
             "NONE": f"sqlite:///{tmp_path}/none.db",
+            "NO_FOLDER": "sqlite:////no/such/folder/x.db",
+            "FOLDER": f"sqlite:///{tmp_path}",
+            "NOTES": f"sqlite:///{tmp_path}/not.toml",
+            "UNDER_A_FILE": f"sqlite:///{tmp_path}/not.toml/x.db",
+            "DAMAGED": damaged_store(tmp_path),
+            "BAD_PORT": "postgresql://me:hunter2@host:port/db",
             "WRONG": str(tmp_path / "wrong.toml"),
             "NOT_TOML": str(tmp_path / "not.toml"),
         }
@@ -235,6 +299,7 @@ def test_bad_input_gets_one_sentence(
     assert ended.value.code == code, told.err
     assert len(lines) == 1, told.err
     assert words in lines[0]
+    assert "hunter2" not in lines[0]
 
 
 def test_the_console_script_says_it_too():
