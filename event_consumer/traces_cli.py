@@ -194,10 +194,9 @@ def _lines(trace: Row) -> list[str]:
     """One trace in words."""
     name = plain(trace["external_request_id"] or trace["request_id"])
     label = f" [{plain(trace['label'])}]" if trace["label"] else ""
-    conversation = plain(trace["conversation_id"] or "-")
     again = trace["num_reprefilled_tokens"]
     lines = [
-        f"{_clock(trace['end_ns'])}  {name}{label}  in {conversation}",
+        f"{_clock(trace['end_ns'])}  {name}{label}",
         f"    reused {_count(trace['num_cached_tokens'])} of "
         f"{_count(trace['num_prompt_tokens'])} prompt tokens{_source(trace)}, "
         f"prefilled {_count(trace['num_prefilled_tokens'])}"
@@ -209,6 +208,8 @@ def _lines(trace: Row) -> list[str]:
     lines += [f"    {_checkpoint(checkpoint)}" for checkpoint in trace["checkpoints"]]
     if trace["incomplete"]:
         lines.append("    incomplete: some of its events were lost")
+    if trace["conversation_id"] is not None:
+        lines.append(f"    conversation {plain(trace['conversation_id'])}")
     lines.append(f"    trace {trace['trace_id'] or '-'}")
     return lines
 

@@ -324,7 +324,7 @@ def test_filters_and_orders(store_url, options, expected):
 def test_a_trace_is_told_in_words(store_url):
     arguments = ["traces", "--request", "chatcmpl-41", "--store", store_url]
     told = runner.invoke(app, arguments).stdout.splitlines()
-    assert told[0].endswith("Z  chatcmpl-41 [arm-on]  in support-7")
+    assert told[0].endswith("Z  chatcmpl-41 [arm-on]")
     assert told[1:6] == [
         "    reused 4224 of 5100 prompt tokens (from the decode_block of chatcmpl-40), "
         "prefilled 876, 775 of them again",
@@ -334,6 +334,7 @@ def test_a_trace_is_told_in_words(store_url):
         "    checkpoint 2 at 7392 (decode_block): discarded (superseded)",
         "    checkpoint 3 at 8099 (exact_tail): published, used 1 time",
     ]
+    assert told[6] == "    conversation support-7"
 
 
 def test_a_limit_says_how_many_there_are(store_url):
