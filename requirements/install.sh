@@ -15,15 +15,17 @@ supported() { # runs the interpreter: a pyenv shim exists without a Python behin
 }
 
 find_python() {
-    local candidate
+    local candidate said
     for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
         if supported "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
+    said=$(env "$candidate" --version 2>&1 | head -n 1) || true
     echo "make: no usable Python: ${PYTHON:-python3.11, python3.12 or python3} must run Python 3.11 or 3.12" \
-        "with its venv module (Debian: apt-get install python3 python3-venv); name another with PYTHON=…" >&2
+        "with its venv module (Debian 12: apt-get install python3-venv), but \`$candidate --version\` says" \
+        "'$said'; name another with PYTHON=…" >&2
     exit 1
 }
 
