@@ -52,4 +52,4 @@ WORKDIR /tmp
 USER 10001:10001
 EXPOSE 8501
 ENTRYPOINT ["python", "-m", "ui"]
-CMD ["--address", "0.0.0.0"]
+CMD ["--address", "0.0.0.0", "--wait"]

@@ -14,6 +14,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 from sqlalchemy.pool import NullPool
 
 from event_consumer import tables
+from event_consumer.store_file import Obstacle, damage, obstacle
 
 DEFAULT_URL: Final = "sqlite:///vllm-fork.db"
 STATEMENT_TIMEOUT_S: Final = 15
@@ -24,16 +25,23 @@ class StoreError(Exception):
 
     The message is one sentence; ``hint`` says what to do, ``command`` what to
     run, where there is something to run; ``missing`` tells a store that nobody
-    has made yet from a broken one.
+    has made yet from a broken one; ``may_come``: trying again may help.
     """
 
     def __init__(
-        self, message: str, *, hint: str = "", command: str = "", missing: bool = False
+        self,
+        message: str,
+        *,
+        hint: str = "",
+        command: str = "",
+        missing: bool = False,
+        may_come: bool = False,
     ) -> None:
         super().__init__(message)
         self.hint = hint
         self.command = command
         self.missing = missing
+        self.may_come = missing or may_come
 
 
 class StoreConnection:
@@ -100,6 +108,9 @@ class StoreConnection:
         Raises:
             StoreError: there is no store, it cannot be reached, or it is not one.
         """
+        if self.path is not None and (found := obstacle(self.path, to_write=False)):
+            self._verified = False
+            raise self._cannot(found)
         if self.path is not None and not self.path.exists():
             self._verified = False
             raise StoreError(
@@ -129,9 +140,17 @@ class StoreConnection:
             )
         self._verified = True
 
+    def _cannot(self, found: Obstacle) -> StoreError:
+        return StoreError(
+            f"The store {self.name} cannot be read: {found.what}.",
+            hint=f"{found.remedy[0].upper()}{found.remedy[1:]}.",
+        )
+
     def _in_words(self, error: SQLAlchemyError) -> StoreError:
         cause = error.orig if isinstance(error, DBAPIError) else error
         reason = " ".join(str(cause).split())[:300]
+        if self.path is not None and (found := damage(self.path, reason)):
+            return self._cannot(found)
         lower = reason.lower()
         if "no such table" in lower or (
             "does not exist" in lower and "relation" in lower
@@ -146,11 +165,13 @@ class StoreConnection:
             return StoreError(
                 f"The store {self.name} is locked by another process.",
                 hint="The page tries again by itself.",
+                may_come=True,
             )
         return StoreError(
             f"The store {self.name} cannot be read: {reason}",
             hint="Check that it is a store, that this user may read it, and that "
             "the database is up.",
+            may_come=True,
         )
 
 
@@ -159,7 +180,7 @@ def _parse(url: str) -> URL:
     try:
         parsed = make_url(url)
         backend = parsed.get_backend_name()
-    except ArgumentError:
+    except (ArgumentError, ValueError):  # ValueError: a port that is no number
         # Not shown: what was given may hold a password.
         raise StoreError("The store URL is not a URL.", hint=example) from None
     except NoSuchModuleError:

@@ -54,7 +54,7 @@ def app_server(
     ]
     if as_module:
         module = [sys.executable, "-m", "ui"]
-        command = [*module, "--port", str(port), "--store", store_url]
+        command = [*module, "--port", str(port), "--store", store_url, "--wait"]
     environ = os.environ | {"VLLM_FORK_JAEGER_URL": jaeger_url}
     process = subprocess.Popen(
         command,

@@ -41,8 +41,25 @@ def test_a_missing_file_is_not_made(tmp_path: Path):
 def test_a_file_that_is_no_database(tmp_path: Path):
     path = tmp_path / "notes.db"
     path.write_text("these are notes, not tables\n" * 100)
-    with pytest.raises(StoreError, match="cannot be read: file is not a database"):
+    with pytest.raises(StoreError, match=r"notes\.db is not an SQLite database"):
         Queries(StoreConnection(f"sqlite:///{path}")).engines()
+
+
+def test_a_folder_a_missing_folder_and_a_damaged_file_each_have_a_remedy(
+    empty_url, tmp_path: Path
+):
+    path = Path(empty_url.removeprefix("sqlite:///"))
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + b"\xff" * (len(content) - 100))
+    for url, words, remedy in (
+        (f"sqlite:///{tmp_path}", "is a folder", "Name a file in it"),
+        (f"sqlite:///{tmp_path}/no/x.db", "there is no folder", "mkdir -p"),
+        (empty_url, "is damaged", "move the file away"),
+    ):
+        with pytest.raises(StoreError, match=words) as caught:
+            Queries(StoreConnection(url)).engines()
+        assert remedy in caught.value.hint
+        assert not caught.value.may_come
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
@@ -93,7 +110,14 @@ def test_a_store_that_was_made_anew_is_seen(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "url", ["vllm-fork.db", "mysql://me:hunter2@db/x", "oops://me:hunter2@db/x", ""]
+    "url",
+    [
+        "vllm-fork.db",
+        "mysql://me:hunter2@db/x",
+        "oops://me:hunter2@db/x",
+        "postgresql://me:hunter2@db:port/x",
+        "",
+    ],
 )
 def test_a_url_that_is_none(url):
     with pytest.raises(StoreError) as caught:

@@ -93,7 +93,7 @@ def test_a_store_that_cannot_be_read(open_page, tmp_path, page):
     at = open_page(f"sqlite:///{path}", page)
     assert not at.exception
     assert "The store cannot be read" in page_content.texts(at)
-    assert "file is not a database" in page_content.texts(at)
+    assert "is not an SQLite database" in page_content.texts(at)
 
 
 def test_a_wrong_url_does_not_tell_the_password(open_page):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -15,7 +16,8 @@ UI = Path(__file__).parents[2] / "ui"
 
 @pytest.mark.parametrize("as_module", [False, True])
 def test_it_starts_without_a_store(tmp_path, as_module):
-    """The page says that there is none yet; the server answers."""
+    """The page says that there is none yet; the server answers. ``python -m ui`` is
+    told to wait for it."""
     url = f"sqlite:///{tmp_path / 'none.db'}"
     with (
         browser_session.app_server(url, as_module=as_module) as address,
@@ -55,14 +57,53 @@ def test_only_the_queries_read_the_store():
         assert "event_consumer" not in source, path
 
 
-def test_a_wrong_option_is_one_sentence_and_exit_code_2():
-    done = subprocess.run(
-        [sys.executable, "-m", "ui", "--stoer", "x"],
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ui", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         cwd=UI.parent,
     )
-    assert done.returncode == 2
-    assert "unrecognized arguments: --stoer" in done.stderr
-    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--stoer", "x"], "unrecognized arguments: --stoer"),
+        (["--port", "99999"], "'99999' is no port: give a number from 1 to 65535"),
+        (["--port", "0"], "'0' is no port"),
+        (["--port", "http"], "'http' is no port"),
+        (["--port", "TAKEN"], "Address already in use"),
+        (["--address", "no.such.host.invalid"], "choose another --port or --address"),
+        (["--store", "vllm-fork.db"], "write sqlite:///PATH or postgresql://"),
+        (["--store", "postgresql://me:hunter2@db:port/x"], "is not a URL"),
+        (["--store", "sqlite:////no/such/folder/x.db"], "mkdir -p /no/such/folder"),
+        (["--store", "FOLDER", "--wait"], "is a folder: name a file in it"),
+        (["--store", "NOTES", "--wait"], "is not an SQLite database"),
+        (["--store", "MISSING"], "run `event-consumer run --store sqlite:///"),
+        (["--store", "MISSING"], "or start the dashboard with --wait"),
+        (["--store", "postgresql://me:hunter2@127.0.0.1:1/x"], "cannot be read"),
+        (["--jaeger", "localhost:16686"], "must begin with http://"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(
+    empty_url, tmp_path, arguments, words
+):
+    (tmp_path / "notes.txt").write_text("these are notes, not tables\n" * 100)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        places = {
+            "TAKEN": str(taken.getsockname()[1]),
+            "FOLDER": f"sqlite:///{tmp_path}",
+            "NOTES": f"sqlite:///{tmp_path}/notes.txt",
+            "MISSING": f"sqlite:///{tmp_path}/none.db",
+        }
+        given = [places.get(each, each) for each in arguments]
+        done = start(*([] if "--store" in given else ["--store", empty_url]), *given)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "hunter2" not in done.stderr
+    assert done.stdout == ""

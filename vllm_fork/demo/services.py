@@ -135,7 +135,7 @@ def start_dashboard(store: str, port: int, log: Path) -> Service:
     """Start ``python -m ui``."""
     return Service(
         "the dashboard",
-        [sys.executable, "-m", "ui", "--store", store, "--port", str(port)],
+        [sys.executable, "-m", "ui", "--store", store, "--port", str(port), "--wait"],
         log,
         _environment({}),
     )
