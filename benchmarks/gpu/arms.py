@@ -27,7 +27,11 @@ ARMS: dict[str, Settings | None] = {
         "copy_interval": 64,
         "publish_on": ["stop", "length", "abort", "preempt"],
     },
+    "exact_tail_straight": {"retain": True},
+    "copy_64_straight": {"retain": True, "exact_tail": False, "copy_interval": 64},
 }
+COPIED_BY = {"copy_64_straight": "straight", "exact_tail_straight": "straight"}
+"""Ways of ``copying`` that stand in for the worker's block copy: what could be."""
 EVENTS: Settings = {"enabled": True}
 
 
@@ -38,6 +42,8 @@ def switch(engine: Any, arm: str, *, empty: bool = True) -> None:
         engine: between steps; with ``empty`` it must be idle.
         empty: also empty the prefix cache, so that arms do not share states.
     """
+    import copying
+
     from vllm_fork.config import Settings as ForkSettings
     from vllm_fork.scheduler import with_checkpoints
 
@@ -46,6 +52,7 @@ def switch(engine: Any, arm: str, *, empty: bool = True) -> None:
         empty_cache(engine)
     stock = type(scheduler).__mro__[2]  # behind what was mixed in
     _detach(scheduler, stock)
+    copying.use(engine, COPIED_BY.get(arm))
     settings = ARMS[arm]
     if settings is None:
         return
