@@ -7,6 +7,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from vllm_fork import endpoints
@@ -218,6 +219,9 @@ def _examine_model(report: Report, arguments: Sequence[str]) -> None:
     parsed = parser.parse_args(list(arguments))
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
+    if absent := _absent_folder(parsed.model):
+        report.retention, report.reason = "refused", absent
+        return
     plugin.serving_pid = os.getpid()
     plugin.register()
     try:
@@ -225,5 +229,22 @@ def _examine_model(report: Report, arguments: Sequence[str]) -> None:
     except plugin.StartRefused as error:
         report.retention, report.reason = "refused", str(error)
         return
+    except (OSError, ValueError) as error:  # no such repository, no network, no right
+        why = " ".join(str(error).split())
+        report.retention = "refused"
+        report.reason = f"vLLM cannot read the model {parsed.model}: {why}"
+        return
     decision = decide(config)
     report.retention, report.reason = decision.retention, decision.reason
+
+
+def _absent_folder(model: str) -> str | None:
+    """One sentence where ``model`` can only be a folder (a repository's id has one
+    slash at most, and does not begin with it), and there is none."""
+    is_path = model.startswith((".", "~", os.sep)) or model.count(os.sep) > 1
+    if not is_path or Path(model).exists():
+        return None
+    return (
+        f"There is no folder {model}: name that of a model, or the id of a repository "
+        "(organisation/name)."
+    )

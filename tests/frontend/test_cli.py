@@ -127,6 +127,21 @@ class TestDoctor:
         assert (report["retention"], code) == ("refused", 1)
         assert "prefix cache, which is off" in report["reason"]
 
+    @pytest.mark.parametrize(
+        ("model", "words"),
+        [
+            ("/no/such/model", "There is no folder /no/such/model: name that of"),
+            ("no/such/model", "There is no folder no/such/model"),
+            ("no-such/model", "vLLM cannot read the model no-such/model: "),
+        ],
+    )
+    def test_model_that_is_not_there(self, model, words, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        report, code = doctor(model)
+        assert (report["retention"], code) == ("refused", 1)
+        assert report["reason"].startswith(words)
+        assert "\n" not in report["reason"]
+
     def test_words(self, dense_model):
         result = CliRunner().invoke(app, ["doctor", str(dense_model)])
         assert result.stdout.splitlines()[-1].startswith("retention off: Llama")
