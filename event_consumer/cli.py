@@ -183,8 +183,10 @@ def _query(
             rows = find(opened, which)
         if as_json:
             print_json({name: rows})
-        else:
-            _print_table(rows, columns)
+            return
+        for row in rows:
+            row["name"] = row.get("external_request_id") or row.get("request_id")
+        _print_table(rows, columns)
 
     return command
 
@@ -194,7 +196,7 @@ app.command("requests", help="Requests: what each reused, and what it left.")(
         find_requests,
         "requests",
         {
-            "external_request_id": "request",
+            "name": "request",
             "label": "label",
             "status": "status",
             "num_prompt_tokens": "prompt",

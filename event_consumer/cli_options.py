@@ -30,6 +30,8 @@ STATUSES: Final = (OPEN, FINISHED, ENGINE_LOST)
 STAGES: Final = (PINNED, PROMOTED, PUBLISHED, DISCARDED, EVICTED, GONE)
 UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
+MAX_SHOWN: Final = 120
+"""Characters of a name in a table; ``--json`` has all of them."""
 MAX_WHOLE: Final = 2**63 - 1
 """The largest number that a store holds."""
 
@@ -125,6 +127,15 @@ def print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, separators=(", ", ": ")))
 
 
-def plain(text: str) -> str:
-    """Ids come from clients: a terminal must not obey them."""
+def printable(text: str) -> str:
+    """A terminal must not obey what comes from clients and engines."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def plain(name: str) -> str:
+    """A name, printable; one that is blank is seen, and a long one is shortened."""
+    shown = printable(name)
+    if len(shown) > MAX_SHOWN:
+        half = MAX_SHOWN // 2
+        shown = f"{shown[:half]}…{shown[-half:]}"
+    return shown if shown.strip() else repr(shown)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from copy import copy
 from typing import Final, NamedTuple
 
-from event_consumer.ledger import Ledger
+from event_consumer.ledger import MAX_COUNT, Ledger
 from event_consumer.records import (
     GAP_OPEN,
     LOST,
@@ -229,9 +229,10 @@ class Intake:
             self._count_unread(record, decoded)
         if self._counter is not None:
             self._counter.apply(batch, decoded.events)
-        record.num_dropped += self.ledger.apply(
+        num_dropped = self.ledger.apply(
             record.endpoint, action.seq, batch, decoded.events
         )
+        record.num_dropped = min(record.num_dropped + num_dropped, MAX_COUNT)
 
     def _count_unread(self, record: StreamRecord, decoded: DecodedBatch) -> None:
         record.num_unknown += decoded.num_unknown

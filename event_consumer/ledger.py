@@ -35,6 +35,7 @@ from event_consumer.records import (
     RequestRecord,
     Snapshot,
 )
+from event_consumer.storable import MAX_BLOCK_HASH, storable
 from vllm_fork.events import (
     AnyEvent,
     CheckpointDiscarded,
@@ -60,6 +61,9 @@ MAX_LIVE_CHECKPOINTS: Final = 65_536
 """Live checkpoints kept an engine whose number of blocks is not known."""
 LINGER_NS: Final = 5_000_000_000
 """How long an ended request waits for the end of its checkpoints."""
+
+MAX_COUNT: Final = 2**62
+"""Past it a sum is no count of anything, and soon no number that a store takes."""
 
 UNOBSERVED: Final = "unobserved"
 """Eviction reason of a checkpoint that cannot be there any more: more are said to
@@ -399,7 +403,8 @@ class Ledger:
         epoch.by_hash.clear()
 
     def _events_dropped(self, epoch: _Epoch, event: EventsDropped) -> None:
-        epoch.engine.events_dropped += event.count
+        dropped = epoch.engine.events_dropped + event.count
+        epoch.engine.events_dropped = min(dropped, MAX_COUNT)
         self._mark_incomplete(epoch)
 
     # -- request events ------------------------------------------------------
@@ -614,7 +619,7 @@ class Ledger:
         checkpoint.published_ns = event.time_unix_ns
         block_hash = event.block_hash
         if block_hash is not None:
-            checkpoint.block_hash = hash_text(block_hash)
+            checkpoint.block_hash = storable(hash_text(block_hash), MAX_BLOCK_HASH)
             epoch.by_hash[checkpoint.block_hash] = checkpoint
         self._settle(epoch, life)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import zmq
@@ -20,9 +20,10 @@ import zmq.auth
 from zmq.utils.monitor import parse_monitor_message
 
 from event_consumer.endpoints import Endpoint
-from event_consumer.intake import Intake
+from event_consumer.intake import NS, Intake
 from event_consumer.kv_events import KvEventReader
 from event_consumer.settings import SettingsError
+from event_consumer.storable import MAX_ENGINE_ID, make_storable, storable
 from event_consumer.stream_state import (
     UNREADABLE,
     Action,
@@ -61,12 +62,24 @@ _REFUSED: Final = (
 )
 
 
+MAX_SEQ: Final = 2**62
+"""No publisher comes so far, and a store takes sums of such numbers."""
+
+MAX_TIME_S: Final = 2**62 / NS
+
+_Seq = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQ)]
+
+
 class ReplaySummary(msgspec.Struct):
     """What the end marker of a replay says (empty in vLLM's own publisher)."""
 
-    first_buffered_seq: int | None = None
-    next_seq: int | None = None
+    first_buffered_seq: _Seq | None = None
+    next_seq: _Seq | None = None
     engine_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine_id is not None:
+            self.engine_id = storable(self.engine_id, MAX_ENGINE_ID)
 
 
 class CurveKeys(NamedTuple):
@@ -218,7 +231,7 @@ class Subscriber:
         try:
             _, seq_frame, payload = frames
             seq = seq_from_bytes(seq_frame)
-            if seq < 0:
+            if not 0 <= seq <= MAX_SEQ:
                 raise ValueError(f"its sequence number is {seq}")
             decoded = self._decode(payload)
         except (ValueError, msgspec.DecodeError) as error:
@@ -235,6 +248,9 @@ class Subscriber:
         decoded = self._decoder.decode(payload)
         if not decoded.batch.engine_id:
             raise ValueError("it names no engine (another program's events?)")
+        if not 0 <= decoded.batch.ts <= MAX_TIME_S:
+            raise ValueError(f"its time is {decoded.batch.ts}")
+        make_storable(decoded.batch, decoded.events)
         return decoded
 
     # -- vLLM's own stream ---------------------------------------------------

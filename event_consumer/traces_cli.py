@@ -27,6 +27,7 @@ from event_consumer.cli_options import (
     parse_time,
     plain,
     print_json,
+    printable,
     whole,
 )
 from event_consumer.queries import DEFAULT_LIMIT, Row
@@ -176,7 +177,7 @@ def traces(
         print_json({"traces": rows, "num_matched": num_matched})
         return
     for row in rows:
-        print("\n".join(_lines(row)))
+        print("\n".join(map(printable, _lines(row))))
     shown = f" {len(rows)} are shown (--limit)." if num_matched > len(rows) else ""
     print(f"{num_matched or 'No'} request{'s' * (num_matched != 1)} found.{shown}")
 
