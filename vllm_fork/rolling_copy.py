@@ -77,6 +77,8 @@ class RollingCopies:
         self._unparked: dict[str, _Spare] = {}
         # The position a request's running blocks hold until its next step.
         self._due: dict[str, int] = {}
+        self._closed = False
+        self._watcher_error: Exception | None = None
 
     def mark_due(self, request_id: str, boundary: int) -> None:
         """The step just scheduled leaves the state at ``boundary`` in the running
@@ -107,13 +109,18 @@ class RollingCopies:
     @property
     def any_unparked(self) -> bool:
         """Whether :meth:`park` has anything to do."""
-        return bool(self._unparked)
+        return bool(self._unparked) or self._watcher_error is not None
 
     def park(self) -> None:
-        """Let the pool count the spares as free again; call after ``schedule``."""
+        """Let the pool count the spares as free again; call after ``schedule``.
+
+        Raises what a watcher met since, which must not escape into vLLM's pool.
+        """
+        if self._watcher_error is not None:
+            raise self._watcher_error
         for spare in self._unparked.values():
-            spare.parked = True
             self._pool.unpin_blocks(spare.blocks, spare.watcher)
+            spare.parked = True
         self._unparked.clear()
 
     @property
@@ -156,8 +163,9 @@ class RollingCopies:
         blocks = self._running_blocks(request.request_id, boundary)
         if blocks is None:
             return None
+        owner = self._observer.identity(request)
         self._pool.touch(blocks)
-        return self._checkpoint(self._observer.identity(request), boundary, blocks)
+        return self._checkpoint(owner, boundary, blocks)
 
     def take(self, request_id: str) -> Checkpoint | None:
         """The newest accepted copy of a request, referenced; None if it has none.
@@ -189,7 +197,8 @@ class RollingCopies:
                 self.drop(request_id, "rewound")
 
     def drop_all(self, reason: str) -> None:
-        """Discard every copy."""
+        """Discard every copy, and make no more."""
+        self._closed = True
         self._due.clear()
         spares = [self._take_out(request_id) for request_id in list(self._spares)]
         for spare in spares:
@@ -222,8 +231,11 @@ class RollingCopies:
             checkpoint = self._checkpoint(former.owner, boundary, spare.blocks)
             spare.checkpoint = checkpoint
         elif self._pool.get_num_free_blocks() >= len(sources):
-            blocks = tuple(self._pool.get_new_blocks(len(sources)))
             owner = self._observer.identity(request)
+            blocks = tuple(self._pool.get_new_blocks(len(sources)))
+            if self._closed:  # an eviction just now went wrong
+                self._pool.free_blocks(blocks)
+                return
             checkpoint = self._checkpoint(owner, boundary, blocks)
             spare = _Spare(blocks, self._watcher(request_id), checkpoint)
             self._spares[request_id] = spare
@@ -280,11 +292,19 @@ class RollingCopies:
 
     def _watcher(self, request_id: str) -> Callable[[KVCacheBlock], None]:
         def handed_out(block: KVCacheBlock) -> None:
-            spare = self._spares.pop(request_id)
-            self._unpromoted.pop(request_id, None)
-            for other in spare.blocks:
-                if other is not block:
-                    self._pool._reuse_watchers.pop(other.block_id, None)
-            self._observer.discarded(spare.checkpoint, "memory_pressure")
+            try:
+                self._lose(request_id, block)
+            except Exception as error:
+                self._spares.pop(request_id, None)
+                self._watcher_error = error
 
         return handed_out
+
+    def _lose(self, request_id: str, block: KVCacheBlock) -> None:
+        """The pool hands out ``block``: what the request's spare holds is gone."""
+        spare = self._spares.pop(request_id)
+        self._unpromoted.pop(request_id, None)
+        for other in spare.blocks:
+            if other is not block:
+                self._pool._reuse_watchers.pop(other.block_id, None)
+        self._observer.discarded(spare.checkpoint, "memory_pressure")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -32,9 +33,13 @@ HOOKS = [
     (RollingCopies, "queue"),
     (RollingCopies, "park"),
     (RollingCopies, "take"),
+    (RollingCopies, "_lose"),
+    (BlockPool, "unpin_blocks"),
     (CacheIndex, "publish"),
+    (Observer, "identity"),
     (Observer, "pinned"),
     (Observer, "published"),
+    (Observer, "discarded"),
     (Observer, "admitted"),
     (Observer, "evicted"),
     (Observer, "finished"),
