@@ -84,7 +84,8 @@ class OtlpSettings:
     4318 or a path mean HTTP, everything else gRPC. ``headers`` go with every call.
     ``timeout_s``: seconds one call may take. ``certificate_file``: PEM of the CA
     to trust under ``https`` instead of the system's. ``compression``: ``gzip`` or
-    ``none``.
+    ``none``. ``of_one_signal``: under HTTP the endpoint is the whole URL, to which no
+    path is added.
 
     Raises:
         OtlpSettingsError: a value cannot be used.
@@ -96,6 +97,7 @@ class OtlpSettings:
     timeout_s: float = 10.0
     certificate_file: str | None = None
     compression: str = "none"
+    of_one_signal: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -133,30 +135,53 @@ class OtlpSettings:
         environ: Mapping[str, str],
         endpoint: str | None = None,
         protocol: str | None = None,
+        *,
+        signal: Signal = "traces",
     ) -> OtlpSettings | None:
-        """The settings of OpenTelemetry's own ``OTEL_EXPORTER_OTLP_*`` variables,
-        with ``endpoint`` and ``protocol`` before them; None without an endpoint.
+        """The settings of ``signal`` by OpenTelemetry's own variables, with
+        ``endpoint`` and ``protocol`` before them; None without an endpoint.
+
+        ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` and its like come before
+        ``OTEL_EXPORTER_OTLP_ENDPOINT`` (OTLP exporter specification), so that a signal
+        can have a collector of its own, or be the only one that is exported.
 
         Raises:
             OtlpSettingsError: a value cannot be used.
         """
-        endpoint = endpoint or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+
+        def variable(name: str) -> tuple[str, str]:
+            """The name and the value of the one that counts; empty: not set."""
+            general = f"OTEL_EXPORTER_OTLP_{name}"
+            own = f"OTEL_EXPORTER_OTLP_{signal.upper()}_{name}"
+            return (
+                (own, environ[own])
+                if environ.get(own)
+                else (
+                    general,
+                    environ.get(general, ""),
+                )
+            )
+
+        source, named = variable("ENDPOINT")
+        of_one_signal = not endpoint and source != "OTEL_EXPORTER_OTLP_ENDPOINT"
+        endpoint = endpoint or named
         if not endpoint:
             return None
-        timeout = environ.get("OTEL_EXPORTER_OTLP_TIMEOUT", "10")
+        source, timeout = variable("TIMEOUT")
         try:
-            timeout_s = float(timeout)
+            timeout_s = float(timeout or "10")
         except ValueError:
             raise OtlpSettingsError(
-                f"OTEL_EXPORTER_OTLP_TIMEOUT is a number of seconds, not {timeout!r}."
+                f"{source} is a number of seconds, not {timeout!r}."
             ) from None
         return cls(
             endpoint=endpoint,
-            protocol=protocol or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or None,
-            headers=_parse_headers(environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")),
+            protocol=protocol or variable("PROTOCOL")[1] or None,
+            headers=_parse_headers(*variable("HEADERS")),
             timeout_s=timeout_s,
-            certificate_file=environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE") or None,
-            compression=environ.get("OTEL_EXPORTER_OTLP_COMPRESSION") or "none",
+            certificate_file=variable("CERTIFICATE")[1] or None,
+            compression=variable("COMPRESSION")[1] or "none",
+            of_one_signal=of_one_signal,
         )
 
     @property
@@ -169,20 +194,23 @@ class OtlpSettings:
 
     def http_url(self, signal: Signal) -> str:
         """The URL of one signal under HTTP; the endpoint may name one already."""
+        if self.of_one_signal:
+            has_path = urlsplit(self.endpoint).path
+            return self.endpoint if has_path else f"{self.endpoint}/"
         base = self.endpoint.rstrip("/")
         for known in ("traces", "logs", "metrics"):
             base = base.removesuffix(f"/v1/{known}")
         return f"{base}/v1/{signal}"
 
 
-def _parse_headers(text: str) -> dict[str, str]:
+def _parse_headers(source: str, text: str) -> dict[str, str]:
     """``key=value,key=value``, percent-encoded (OTLP exporter specification)."""
     headers = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise OtlpSettingsError(
-                f"OTEL_EXPORTER_OTLP_HEADERS has {pair!r} where key=value is expected."
+                f"{source} has {pair!r} where key=value is expected."
             )
         headers[key.strip().lower()] = unquote(value.strip())
     return headers
@@ -296,8 +324,6 @@ class HttpTransport:
             session.headers["Content-Type"] = "application/x-protobuf"
             if self._gzip:
                 session.headers["Content-Encoding"] = "gzip"
-            if settings.certificate_file is not None:
-                session.verify = settings.certificate_file
 
     def send(self, signal: Signal, message: Message, timeout_s: float) -> int:
         body = message.SerializeToString()
@@ -305,7 +331,11 @@ class HttpTransport:
             body = gzip.compress(body)
         try:
             response = self._sessions[signal].post(
-                self._settings.http_url(signal), data=body, timeout=timeout_s
+                self._settings.http_url(signal),
+                data=body,
+                timeout=timeout_s,
+                # Not the session's: REQUESTS_CA_BUNDLE would come before that.
+                verify=self._settings.certificate_file,
             )
         except requests.RequestException as error:
             raise RetryableError(f"{type(error).__name__}: {error}") from error

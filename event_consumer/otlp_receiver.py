@@ -24,6 +24,7 @@ import argparse
 import gzip
 import json
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -165,7 +167,8 @@ class ReceivedMetric:
 class OtlpReceiver:
     """Listens from construction on; ``close()`` (or ``with``) ends it.
 
-    Ports of 0 are drawn. ``keep=False`` counts without keeping. Thread-safe.
+    Ports of 0 are drawn. ``keep=False`` counts without keeping. ``tls``: the key and
+    the certificate, PEM files; None: plain. Thread-safe.
 
     Raises:
         OSError: a port is taken.
@@ -178,8 +181,10 @@ class OtlpReceiver:
         grpc_port: int = 0,
         http_port: int = 0,
         keep: bool = True,
+        tls: tuple[Path, Path] | None = None,
     ) -> None:
         self._host = host
+        self._scheme = "http" if tls is None else "https"
         self._keep = keep
         self._changed = threading.Condition()
         self._messages: dict[str, list[Message]] = {s: [] for s in _SERVICES}
@@ -208,11 +213,25 @@ class OtlpReceiver:
             _servicer(self, "metrics", metrics_grpc.MetricsServiceServicer), self._grpc
         )
         try:
-            self.grpc_port = self._grpc.add_insecure_port(f"{host}:{grpc_port}")
+            address = f"{host}:{grpc_port}"
+            self.grpc_port = (
+                self._grpc.add_insecure_port(address)
+                if tls is None
+                else self._grpc.add_secure_port(
+                    address,
+                    grpc.ssl_server_credentials(
+                        [(tls[0].read_bytes(), tls[1].read_bytes())]
+                    ),
+                )
+            )
         except RuntimeError as error:
             raise OSError(f"port {grpc_port} is taken: {error}") from error
         self._http = _HttpServer((host, http_port), _HttpHandler)
         self._http.receiver = self
+        if tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tls[1], tls[0])
+            self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
         self.http_port: int = self._http.server_address[1]
         self._grpc.start()
         self._http_thread = threading.Thread(
@@ -222,12 +241,12 @@ class OtlpReceiver:
 
     @property
     def grpc_url(self) -> str:
-        return f"http://{self._host}:{self.grpc_port}"
+        return f"{self._scheme}://{self._host}:{self.grpc_port}"
 
     @property
     def http_url(self) -> str:
         """With the path of the traces signal: it says "HTTP" whatever the port."""
-        return f"http://{self._host}:{self.http_port}/v1/traces"
+        return f"{self._scheme}://{self._host}:{self.http_port}/v1/traces"
 
     # What came.
 

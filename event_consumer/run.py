@@ -12,7 +12,7 @@ from typing import Final
 
 from event_consumer.http_status import StatusServer
 from event_consumer.metrics import CheckpointMetrics, StreamHealth
-from event_consumer.otlp import OtlpSettings, OtlpSettingsError
+from event_consumer.otlp import OtlpSettings, OtlpSettingsError, Signal
 from event_consumer.service import Service, install_signals
 from event_consumer.settings import ConsumerSettings, SettingsError
 from event_consumer.store import Store, StoreError
@@ -36,7 +36,7 @@ async def serve(
         SettingsError: a setting cannot be used.
         StoreError: the store, or the address of the status server, cannot be had.
     """
-    otlp = _otlp(settings)
+    traces, logs, metrics_to = _otlp(settings)
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
         store = stack.enter_context(Store(settings.store))
@@ -47,11 +47,11 @@ async def serve(
             return [StreamHealth(*each) for each in found]
 
         tracer = None
-        if otlp is not None:
-            tracer = RequestTracer(otlp, _trace_settings(settings))
+        if traces is not None or logs is not None:
+            tracer = RequestTracer(traces, _trace_settings(settings, logs), logs=logs)
             stack.push_async_callback(_in_thread, tracer.shutdown, EXPORT_DRAIN_S)
         metrics = CheckpointMetrics(
-            otlp if settings.otlp_metrics else None,
+            metrics_to,
             streams=streams,
             exports=tracer.stats if tracer else tuple,
         )
@@ -95,19 +95,32 @@ async def _serve_status(
     logger.info("Status on http://%s:%d/healthz and /metrics.", host, port)
 
 
-def _otlp(settings: ConsumerSettings) -> OtlpSettings | None:
+def _otlp(settings: ConsumerSettings) -> list[OtlpSettings | None]:
+    """Where traces, logs and metrics go; None: nowhere."""
+    wanted: dict[Signal, bool] = {
+        "traces": True,
+        "logs": settings.otlp_logs,
+        "metrics": settings.otlp_metrics,
+    }
     try:
-        return OtlpSettings.from_environ(
-            os.environ, settings.otlp, settings.otlp_protocol
-        )
+        return [
+            OtlpSettings.from_environ(
+                os.environ, settings.otlp, settings.otlp_protocol, signal=signal
+            )
+            if is_wanted
+            else None
+            for signal, is_wanted in wanted.items()
+        ]
     except OtlpSettingsError as error:
         raise SettingsError(str(error)) from None
 
 
-def _trace_settings(settings: ConsumerSettings) -> TraceSettings:
+def _trace_settings(
+    settings: ConsumerSettings, logs: OtlpSettings | None
+) -> TraceSettings:
     return TraceSettings(
         sample_ratio=settings.trace_sample_ratio,
-        log_records=settings.otlp_logs,
+        log_records=logs is not None,
         span_events=settings.trace_span_events,
     )
 

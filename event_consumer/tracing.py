@@ -17,7 +17,7 @@ used as they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NamedTuple
@@ -51,7 +51,7 @@ from event_consumer.log_records import (
     num_stages,
     request_stages,
 )
-from event_consumer.otlp import OtlpSettings, open_transport
+from event_consumer.otlp import OtlpSettings, Signal, Transport, open_transport
 from event_consumer.otlp_attributes import set_attributes
 from event_consumer.records import ENGINE_LOST, CheckpointRecord, RequestRecord
 from event_consumer.trace_ids import parse_traceparent
@@ -133,33 +133,49 @@ class RequestTracer:
 
     def __init__(
         self,
-        otlp: OtlpSettings,
+        otlp: OtlpSettings | None,
         settings: TraceSettings | None = None,
         *,
+        logs: OtlpSettings | None = None,
         sampler: Sampler | None = None,
         resource: Resource | None = None,
     ) -> None:
+        """
+        Args:
+            otlp: where spans go; None: nowhere.
+            logs: where log records go; None: where the spans go.
+        """
         self._settings = settings or TraceSettings()
         self._encoder = TraceEncoder(
             self._settings, sampler=sampler, resource=resource or consumer_resource()
         )
-        self._transport = open_transport(otlp)
-        self._spans: ExportQueue[_Closed] = ExportQueue(
-            "traces",
-            self._transport,
-            self._encoder.spans,
+        self._transports: list[tuple[OtlpSettings, Transport]] = []
+        self._spans: ExportQueue[_Closed] | None = None
+        if otlp is not None:
+            self._spans = self._open_queue("traces", otlp, self._encoder.spans)
+        self._logs: ExportQueue[_Closed | _Late] | None = None
+        logs = logs or otlp
+        if self._settings.log_records and logs is not None:
+            self._logs = self._open_queue("logs", logs, self._encoder.logs)
+
+    def _open_queue(
+        self,
+        signal: Signal,
+        otlp: OtlpSettings,
+        encode: Callable[[Sequence[Any]], tuple[Message, int]],
+    ) -> ExportQueue[Any]:
+        """A queue before the collector; signals of one collector share a connection."""
+        transport = next((t for to, t in self._transports if to == otlp), None)
+        if transport is None:
+            transport = open_transport(otlp)
+            self._transports.append((otlp, transport))
+        return ExportQueue(
+            signal,
+            transport,
+            encode,
             max_queued=self._settings.max_queued,
             timeout_s=otlp.timeout_s,
         )
-        self._logs: ExportQueue[_Closed | _Late] | None = None
-        if self._settings.log_records:
-            self._logs = ExportQueue(
-                "logs",
-                self._transport,
-                self._encoder.logs,
-                max_queued=self._settings.max_queued,
-                timeout_s=otlp.timeout_s,
-            )
 
     def request_closed(
         self,
@@ -172,7 +188,8 @@ class RequestTracer:
         records must not change afterwards."""
         shown = fold_superseded(checkpoints, self._settings.max_superseded_spans)
         closed = _Closed(request, shown, source, len(checkpoints))
-        self._spans.submit(closed, 1 + len(shown))
+        if self._spans is not None:
+            self._spans.submit(closed, 1 + len(shown))
         if self._logs is not None:
             weight = num_stages(request, shown)
             if weight:
@@ -186,24 +203,27 @@ class RequestTracer:
 
     def stats(self) -> list[ExportStats]:
         """The counts of each signal that is exported."""
-        queues = (self._spans, self._logs)
-        return [queue.stats() for queue in queues if queue is not None]
+        return [queue.stats() for queue in self._queues]
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Send what is queued; whether all of it was sent or dropped in time."""
         deadline = time.monotonic() + timeout_s
-        flushed = self._spans.flush(timeout_s)
-        if self._logs is not None:
-            flushed &= self._logs.flush(max(0.0, deadline - time.monotonic()))
+        flushed = True
+        for queue in self._queues:
+            flushed &= queue.flush(max(0.0, deadline - time.monotonic()))
         return flushed
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Flush within ``timeout_s`` seconds in all, drop and count the rest."""
         deadline = time.monotonic() + timeout_s
-        self._spans.shutdown(timeout_s)
-        if self._logs is not None:
-            self._logs.shutdown(max(0.0, deadline - time.monotonic()))
-        self._transport.close()
+        for queue in self._queues:
+            queue.shutdown(max(0.0, deadline - time.monotonic()))
+        for _, transport in self._transports:
+            transport.close()
+
+    @property
+    def _queues(self) -> list[ExportQueue[Any]]:
+        return [queue for queue in (self._spans, self._logs) if queue is not None]
 
 
 def fold_superseded(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,22 +119,23 @@ def publisher(tmp_path: Path) -> Iterator[CheckpointPublisher]:
     running.shutdown()
 
 
-@pytest.fixture
-def service(
-    tmp_path: Path, publisher: CheckpointPublisher, receiver: OtlpReceiver
+@contextmanager
+def serving(
+    folder: Path, publisher: CheckpointPublisher, *more: str, **environ: str
 ) -> Iterator[str]:
-    """The URL of the running service's status server."""
+    """Run the service; the URL of its status server."""
     command = [sys.executable, "-m", "event_consumer.cli", "run"]
     options = {
         "--endpoint": publisher.endpoint,
         "--replay": publisher.replay_endpoint,
-        "--store": f"sqlite:///{tmp_path}/store.db",
-        "--otlp": receiver.grpc_url,
+        "--store": f"sqlite:///{folder}/store.db",
         "--http": "127.0.0.1:0",
     }
     for name, value in options.items():
         command += [name, str(value)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, *more], stderr=subprocess.PIPE, text=True, env=os.environ | environ
+    )
     assert process.stderr is not None
     try:
         for line in process.stderr:
@@ -145,6 +148,15 @@ def service(
         process.terminate()
         process.communicate(timeout=20)
     assert process.returncode == 0
+
+
+@pytest.fixture
+def service(
+    tmp_path: Path, publisher: CheckpointPublisher, receiver: OtlpReceiver
+) -> Iterator[str]:
+    """The URL of the running service's status server."""
+    with serving(tmp_path, publisher, "--otlp", receiver.grpc_url) as url:
+        yield url
 
 
 def scrape(url: str) -> dict[str, float]:
@@ -203,3 +215,26 @@ def test_two_turns_reach_collector_store_and_metrics(
     endpoint = f'vllm_checkpoint_stream_endpoint="{publisher.endpoint}"'
     assert metrics[f"vllm_checkpoint_stream_live{{{endpoint}}}"] == 1
     assert metrics[f"vllm_checkpoint_stream_lost_total{{{endpoint}}}"] == 0
+
+
+@pytest.mark.parametrize(
+    ("signal", "expected"),
+    [
+        ("TRACES", {"traces"}),
+        ("LOGS", {"logs"}),
+        ("METRICS", {"metrics"}),
+    ],
+)
+def test_a_signal_s_own_variable_starts_its_export_alone(
+    tmp_path, publisher, receiver, signal, expected
+):
+    """Metrics are pushed when the service ends, at the latest."""
+    variable = f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"
+    with serving(tmp_path, publisher, **{variable: receiver.grpc_url}) as url:
+        publisher.publish(Turns().events())
+        deadline = time.monotonic() + 20
+        while not any(
+            name.startswith("vllm_checkpoint_evicted_total") for name in scrape(url)
+        ):
+            assert time.monotonic() < deadline
+    assert {s for s in ("traces", "logs", "metrics") if receiver.count(s)} == expected

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import grpc
 import pytest
@@ -374,6 +377,58 @@ def test_tls_is_used_for_https(make_request, caplog):
         assert receiver.count("traces") == 0
 
 
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
+    """``certificates(name)``: a key, and a certificate of 127.0.0.1 that it signed."""
+    if shutil.which("openssl") is None:
+        pytest.skip("NOT TESTED: TLS, for there is no openssl to make a certificate")
+    folder = tmp_path_factory.mktemp("tls")
+
+    def make(name: str) -> tuple[Path, Path]:
+        key, certificate = folder / f"{name}.key", folder / f"{name}.pem"
+        subprocess.run(
+            [
+                *("openssl", "req", "-x509", "-nodes", "-days", "2"),
+                *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+                *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+                *("-keyout", str(key), "-out", str(certificate)),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        return key, certificate
+
+    return make
+
+
+def test_tls_reaches_a_collector_whose_certificate_is_trusted(
+    certificates, protocol, make_request, monkeypatch
+):
+    """And no other: what cannot be verified is not sent. The setting comes before
+    another program's variable."""
+    key, certificate = certificates("collector")
+    _, another = certificates("another")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(another))
+    with OtlpReceiver(tls=(key, certificate)) as receiver:
+        url = receiver.grpc_url if protocol == GRPC else receiver.http_url
+        assert url.startswith("https://")
+        trusted, distrusted = (
+            RequestTracer(
+                OtlpSettings(endpoint=url, certificate_file=str(ca), timeout_s=5)
+            )
+            for ca in (certificate, another)
+        )
+        trusted.request_closed(make_request("trusted"), [], None)
+        distrusted.request_closed(make_request("distrusted"), [], None)
+        assert trusted.flush(10)
+        wait_until(lambda: spans_of(distrusted).retries > 0)
+        distrusted.shutdown(timeout_s=0.1)
+        trusted.shutdown()
+        (span,) = receiver.spans()
+        assert span.attributes["gen_ai.request.id"] == "trusted"
+        assert receiver.logs()
+
+
 @pytest.mark.parametrize(
     ("endpoint", "given", "expected"),
     [
@@ -435,11 +490,88 @@ def test_a_setting_that_cannot_be_used_is_refused_in_a_sentence(given, sentence)
     [
         ({"OTEL_EXPORTER_OTLP_TIMEOUT": "soon"}, "number of seconds"),
         ({"OTEL_EXPORTER_OTLP_HEADERS": "token"}, "key=value"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_HEADERS": "token"}, "_TRACES_HEADERS has"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "soon"}, "_TRACES_TIMEOUT is a"),
     ],
 )
 def test_a_variable_that_cannot_be_used_is_refused_in_a_sentence(environ, sentence):
     with pytest.raises(OtlpSettingsError, match=sentence):
         OtlpSettings.from_environ(environ, "http://c:4317")
+
+
+OTLP = "OTEL_EXPORTER_OTLP"
+
+
+@pytest.mark.parametrize("signal", ["traces", "logs", "metrics"])
+def test_a_signal_may_be_the_only_one_that_is_exported(signal):
+    environ = {f"{OTLP}_{signal.upper()}_ENDPOINT": "http://own:4317"}
+    for each in ("traces", "logs", "metrics"):
+        found = OtlpSettings.from_environ(environ, signal=each)
+        assert (found is not None) == (each == signal)
+
+
+def test_a_signal_s_own_variables_come_before_the_general_ones(tmp_path):
+    for name in ("ca.pem", "own.pem"):
+        (tmp_path / name).touch()
+    general = {
+        f"{OTLP}_ENDPOINT": "http://all:4317",
+        f"{OTLP}_PROTOCOL": "grpc",
+        f"{OTLP}_HEADERS": "a=1",
+        f"{OTLP}_TIMEOUT": "1",
+        f"{OTLP}_CERTIFICATE": str(tmp_path / "ca.pem"),
+        f"{OTLP}_COMPRESSION": "none",
+    }
+    own = {
+        f"{OTLP}_LOGS_ENDPOINT": "https://own/logs",
+        f"{OTLP}_LOGS_PROTOCOL": "http/protobuf",
+        f"{OTLP}_LOGS_HEADERS": "b=2",
+        f"{OTLP}_LOGS_TIMEOUT": "2",
+        f"{OTLP}_LOGS_CERTIFICATE": str(tmp_path / "own.pem"),
+        f"{OTLP}_LOGS_COMPRESSION": "gzip",
+    }
+    traces = OtlpSettings.from_environ(general | own, signal="traces")
+    logs = OtlpSettings.from_environ(general | own, signal="logs")
+    assert traces == OtlpSettings.from_environ(general)
+    assert logs == OtlpSettings(
+        endpoint="https://own/logs",
+        protocol="http/protobuf",
+        headers={"b": "2"},
+        timeout_s=2,
+        certificate_file=str(tmp_path / "own.pem"),
+        compression="gzip",
+        of_one_signal=True,
+    )
+    given = OtlpSettings.from_environ(general | own, "http://given:1", signal="logs")
+    assert given is not None
+    assert given.endpoint == "http://given:1"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url"),
+    [
+        ("http://c:4318/my/traces", "http://c:4318/my/traces"),
+        ("http://c:4318/v1/traces", "http://c:4318/v1/traces"),
+        ("http://c:4318", "http://c:4318/"),
+    ],
+)
+def test_a_signal_s_own_endpoint_is_taken_as_it_is(endpoint, url):
+    """OTLP exporter specification, "Endpoint URLs for OTLP/HTTP"."""
+    settings = OtlpSettings.from_environ({f"{OTLP}_TRACES_ENDPOINT": endpoint})
+    assert settings is not None
+    assert settings.http_url("traces") == url
+
+
+def test_spans_and_log_records_may_go_to_two_collectors(receiver, make_request):
+    with OtlpReceiver() as other:
+        tracer = RequestTracer(
+            OtlpSettings(endpoint=receiver.grpc_url),
+            logs=OtlpSettings(endpoint=other.grpc_url),
+        )
+        tracer.request_closed(make_request(), [], None)
+        assert tracer.flush(10)
+        tracer.shutdown()
+        assert (receiver.count("traces"), receiver.count("logs")) == (1, 0)
+        assert (other.count("traces"), other.count("logs") > 0) == (0, True)
 
 
 def test_without_an_endpoint_nothing_is_exported():
