@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -153,6 +154,47 @@ def test_demo_ends_with_that_sentence(tmp_path):
     assert demo.stderr.startswith(f"demo: port {port} for the dashboard cannot be used")
     assert "Traceback" not in demo.stderr
     assert not (tmp_path / "demo").exists()
+
+
+SLOW_TO_END = "trap 'sleep 1; exit' TERM; while :; do sleep 0.1; done"
+STARTING = f"""
+import os, sys, time
+from vllm_fork.demo import __main__ as demo
+
+def start(self):
+    self.directory.mkdir()
+    command = ["sh", "-c", {SLOW_TO_END!r}]
+    service = demo.Service("slow", command, self._log("slow"), os.environ)
+    self._keep(service)
+    print(service._process.pid, flush=True)
+    time.sleep(600)
+
+demo.Demo.start = start
+demo.app()
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name
+)
+def test_nothing_outlives_an_interrupted_demo(tmp_path, number):
+    """Not after a second Ctrl-C, and not when the terminal is gone as well."""
+    demo = subprocess.Popen(
+        [sys.executable, "-c", STARTING, "--directory", str(tmp_path / "demo")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    service = psutil.Process(int(demo.stdout.readline()))
+    if number == signal.SIGHUP:
+        demo.stdout.close()
+    demo.send_signal(number)
+    if number != signal.SIGHUP:
+        assert "ending what was started" in demo.stdout.readline()
+        demo.send_signal(number)
+    assert demo.stderr.read() == ""
+    assert demo.wait(30) == 128 + number
+    assert not service.is_running()
 
 
 def test_service_that_dies_says_its_last_words(tmp_path):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Final, NoReturn
 
 import typer
 
@@ -26,8 +26,16 @@ from vllm_fork.demo.table import ab_table
 
 SETTLE_S = 30.0
 """How long the consumer may take to have told everything."""
+ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Ended(KeyboardInterrupt):
+    """Ctrl-C, a signal, or a terminal that was closed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class Demo:
@@ -108,7 +116,14 @@ class Demo:
         return f"http://{HOST}:{self.dashboard_port}"
 
     def stop(self) -> None:
-        """End everything that was started, the last one first."""
+        """End everything that was started, the last one first.
+
+        A second Ctrl-C does not interrupt this, nor does a terminal that is gone.
+        """
+        for number in ENDS:
+            signal.signal(number, signal.SIG_IGN)
+        with contextlib.suppress(OSError):
+            self.say("ending what was started")
         self._running.close()
 
     def _keep(self, service: Service) -> Service:
@@ -205,7 +220,9 @@ def run(
     ] = None,
 ) -> None:
     """Play one dialog against two engines, retention off and on, and compare."""
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    for number in ENDS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end)
     demo = Demo(directory, port, otlp)
     try:
         demo.start()
@@ -220,10 +237,9 @@ def run(
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    except Ended as ended:
+        raise typer.Exit(128 + ended.number) from None
     finally:
-        demo.say("ending what was started")
         demo.stop()
     raise typer.Exit(1 if failed else 0)
 
@@ -247,13 +263,13 @@ def _stay_up(demo: Demo) -> None:
         "\n\nCtrl-C ends all of it.",
         flush=True,
     )
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(Ended):
         while True:
             time.sleep(3600)
 
 
-def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise Ended(number)
 
 
 if __name__ == "__main__":
