@@ -82,6 +82,7 @@ class ExportQueue(Generic[Item]):
         self._max_queued = max_queued
         self._timeout_s = timeout_s
         self._items: deque[tuple[Item, int]] = deque()
+        self._under_way: list[tuple[Item, int]] = []
         self._stats = ExportStats(signal)
         lock = threading.Lock()
         self._work = threading.Condition(lock)
@@ -119,6 +120,12 @@ class ExportQueue(Generic[Item]):
         with self._work:
             return replace(self._stats, dropped=dict(self._stats.dropped))
 
+    def unsettled(self) -> list[Item]:
+        """The items that were neither exported nor dropped; after a shutdown those
+        that it left."""
+        with self._work:
+            return [item for item, _ in (*self._under_way, *self._items)]
+
     def flush(self, timeout_s: float) -> bool:
         """Send what is queued without waiting for company; whether all of it was
         sent or dropped within ``timeout_s`` seconds."""
@@ -144,7 +151,6 @@ class ExportQueue(Generic[Item]):
             self._closed = True
             self._drop(SHUTDOWN, self._stats.queued)
             self._stats.queued = 0
-            self._items.clear()
 
     def _drop(self, reason: str, count: int) -> None:
         if count:
@@ -157,6 +163,9 @@ class ExportQueue(Generic[Item]):
         while not self._abandoned.is_set():
             if batch := self._next_batch():
                 self._export(batch)
+                with self._work:
+                    if not self._abandoned.is_set():
+                        self._under_way = []
 
     def _next_batch(self) -> list[tuple[Item, int]]:
         """Wait for a full batch, or for :data:`MAX_DELAY_S` after the first item.
@@ -169,6 +178,7 @@ class ExportQueue(Generic[Item]):
             while self._items and weight < MAX_BATCH and not self._abandoned.is_set():
                 batch.append(self._items.popleft())
                 weight += batch[-1][1]
+            self._under_way = batch
             return batch
 
     def _is_due(self) -> bool:

@@ -224,6 +224,11 @@ class RequestSink(Protocol):
         still known. The records are copies: nothing changes them afterwards."""
         ...
 
+    def untold(self) -> dict[str, int]:
+        """For each engine, the oldest ``last_event_ns`` of the requests that were told
+        here and would be lost with this process."""
+        ...
+
 
 class EventCounter(Protocol):
     """Who counts events as they are applied (the metrics)."""

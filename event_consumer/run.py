@@ -15,7 +15,7 @@ from event_consumer.metrics import CheckpointMetrics, StreamHealth
 from event_consumer.otlp import OtlpSettings, OtlpSettingsError, Signal
 from event_consumer.service import Service, install_signals
 from event_consumer.settings import ConsumerSettings, SettingsError
-from event_consumer.store import Store, StoreError
+from event_consumer.store import ChangeSet, Store, StoreError
 from event_consumer.tracing import RequestTracer, TraceSettings
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ async def serve(
         tracer = None
         if traces is not None or logs is not None:
             tracer = RequestTracer(traces, _trace_settings(settings, logs), logs=logs)
+            # After the tracer's end: what it left is told by the next consumer.
+            stack.callback(_note_untold, store, tracer)
             stack.push_async_callback(_in_thread, tracer.shutdown, EXPORT_DRAIN_S)
         metrics = CheckpointMetrics(
             metrics_to,
@@ -71,6 +73,13 @@ async def serve(
         )
         await service.run(stop)
         logger.info("Stopped in order.")
+
+
+def _note_untold(store: Store, tracer: RequestTracer) -> None:
+    try:
+        store.commit(ChangeSet.of(), tracer.untold())
+    except StoreError as error:
+        logger.error("%s; some requests may be exported again", error)
 
 
 async def _serve_status(

@@ -23,14 +23,13 @@ import zmq.asyncio
 
 from event_consumer import endpoints
 from event_consumer.endpoints import Endpoint, ResolverError
+from event_consumer.export_marks import ExportMarks
 from event_consumer.intake import NS, Intake, Taken
 from event_consumer.records import (
-    DISCONNECTED,
     CheckpointRecord,
     ClosedRequest,
     EventCounter,
     RequestSink,
-    Snapshot,
 )
 from event_consumer.settings import ConsumerSettings, SettingsError
 from event_consumer.store import ChangeSet, Store, StoreError
@@ -42,8 +41,6 @@ MAX_CHANGES: Final = 100_000
 """Records that may wait for the store before reading stops."""
 RETRY_S: Final = 1.0
 """Pause after the store refused a commit."""
-TELL_AGAIN_NS: Final = 30 * NS
-"""How much, in the engine's time, a killed consumer may have had in its queues."""
 CONFIG_POLL_S: Final = 1.0
 DELETE_EVERY_S: Final = 600.0
 DAY_NS: Final = 86_400 * NS
@@ -87,6 +84,7 @@ class Service:
         self._wanted = settings.endpoints
         self._look_again = asyncio.Event()
         self._uncommitted: Taken | None = None
+        self._marks = ExportMarks()
         self._committing = asyncio.Lock()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
@@ -196,7 +194,7 @@ class Service:
             return
         await self._commit()
         snapshot = await self._in_writer(self._store.load, list(wanted))
-        await self._tell_again(snapshot)
+        await self._tell_again(list(wanted))
         self.intake.restore(snapshot)
         for name, endpoint in wanted.items():
             state = self.intake.add(name, endpoint.replay, self.settings.times)
@@ -213,21 +211,15 @@ class Service:
             task.add_done_callback(self._ended)
             self._subscribers[name] = (endpoint, subscriber, task)
 
-    async def _tell_again(self, snapshot: Snapshot) -> None:
-        """Tell the sinks what a consumer that was killed may have had in its queues.
-
-        A stream that says it is connected was not left in order. Ids are derived, so
-        that what had been exported is the same once more.
-        """
-        crashed = [
-            stream.engine_id
-            for stream in snapshot.streams
-            if stream.state != DISCONNECTED and stream.engine_id
-        ]
-        if crashed and self._sinks:
-            closed = await self._in_writer(
-                self._store.recently_closed, crashed, TELL_AGAIN_NS
-            )
+    async def _tell_again(self, wanted: list[str]) -> None:
+        """Tell the sinks what a former consumer had told them and they may not have
+        exported. Ids are derived: what had been exported is the same once more."""
+        found = await self._in_writer(self._store.load_marks, wanted)
+        marks = {e: ns for e, ns in found.items() if e not in self._marks}
+        if marks and self._sinks:
+            closed = await self._in_writer(self._store.closed_since, marks)
+            logger.info("Exporting %d requests again.", len(closed))
+            self._marks.update(closed, {}, time.monotonic())
             self._tell(closed, [])
 
     async def _watch_config(self) -> None:
@@ -283,7 +275,7 @@ class Service:
     async def _commit_taken(self, taken: Taken) -> None:
         self._uncommitted = taken
         try:
-            await self._write(taken.changes)
+            await self._write(taken.changes, self._marks_with(taken.closed))
         except StoreError as error:
             if self.store_error is None:
                 logger.error("%s", error)
@@ -297,13 +289,23 @@ class Service:
         self._uncommitted = None
         self._tell(taken.closed, taken.evicted)
 
-    async def _write(self, changes: ChangeSet) -> None:
+    def _marks_with(self, closed: list[ClosedRequest]) -> dict[str, int]:
+        """Since when what is told may be lost with this process."""
+        untold: dict[str, int] = {}
+        for sink in self._sinks:
+            for engine_id, ns in sink.untold().items():
+                untold[engine_id] = min(ns, untold.get(engine_id, ns))
+        return self._marks.update(closed, untold, time.monotonic())
+
+    async def _write(self, changes: ChangeSet, marks: dict[str, int]) -> None:
         if self._store.is_local:
             # Nothing to wait for but the processor; a thread would fight the loop for
             # the interpreter's lock at every row, which costs a fifth of the rate.
-            self._store.commit(changes)
+            self._store.commit(changes, marks)
         else:
-            work = asyncio.ensure_future(self._in_writer(self._store.commit, changes))
+            work = asyncio.ensure_future(
+                self._in_writer(self._store.commit, changes, marks)
+            )
             while not work.done():
                 self._limit()
                 await asyncio.wait({work}, timeout=TICK_S)

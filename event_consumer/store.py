@@ -7,8 +7,9 @@ stream continues where the store stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -60,7 +61,8 @@ SQLITE_BUSY_MS: Final = 1_000
 """How long another writer is waited for. The consumer's loop waits with it."""
 DELETE_CHUNK: Final = 5_000
 """Rows that one transaction of :meth:`Store.delete_older_than` removes."""
-MAX_RECENTLY_CLOSED: Final = 10_000
+MAX_CLOSED: Final = 32_768
+_MARK_PREFIX: Final = "untold:"
 _SCHEMA_LOCK: Final = 5_567_5568
 """Advisory lock under which consumers of one PostgreSQL create the tables."""
 
@@ -188,6 +190,7 @@ class Store:
         self._url = _parse_url(url)
         self.name = self._url.render_as_string(hide_password=True)
         self._read_only = read_only
+        self._marks: dict[str, int] = {}
         self._refuse_memory()
         self._refuse_file()
         try:
@@ -338,8 +341,11 @@ class Store:
         with self._sentences("read"), self.engine.connect() as connection:
             yield connection
 
-    def commit(self, changes: ChangeSet) -> None:
-        """Write ``changes`` in one transaction.
+    def commit(
+        self, changes: ChangeSet, marks: Mapping[str, int] | None = None
+    ) -> None:
+        """Write ``changes`` in one transaction, and ``marks``, which then are all that
+        this consumer has (:mod:`event_consumer.export_marks`); None leaves them alone.
 
         Raises:
             StoreError: nothing was written; the same changes may be tried again.
@@ -348,6 +354,53 @@ class Store:
             for sql, rows in zip(self._statements, changes, strict=True):
                 if rows:
                     connection.exec_driver_sql(sql, rows)
+            if marks is not None and marks != self._marks:
+                self._write_marks(connection, marks)
+        if marks is not None:
+            self._marks = dict(marks)
+
+    def _write_marks(self, connection: Connection, marks: Mapping[str, int]) -> None:
+        meta = tables.meta
+        changed = {e: ns for e, ns in marks.items() if self._marks.get(e) != ns}
+        former = [
+            _mark_key(engine_id)
+            for engine_id in {*self._marks, *changed}
+            if engine_id in changed or engine_id not in marks
+        ]
+        connection.execute(delete(meta).where(meta.c.key.in_(former)))
+        if changed:
+            connection.execute(
+                insert(meta),
+                [
+                    {"key": _mark_key(engine_id), "value": f"{ns} {engine_id}"}
+                    for engine_id, ns in changed.items()
+                ],
+            )
+
+    def load_marks(self, endpoints: Sequence[str]) -> dict[str, int]:
+        """The marks that a former consumer of ``endpoints`` left.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        meta, engines = tables.meta, tables.engines
+        with self.reading() as connection:
+            values = connection.scalars(
+                select(meta.c.value).where(meta.c.key.startswith(_MARK_PREFIX))
+            )
+            marks = {
+                engine_id: int(ns)
+                for ns, engine_id in (value.split(" ", 1) for value in values)
+            }
+            ours = connection.scalars(
+                select(engines.c.engine_id).where(
+                    engines.c.engine_id.in_(list(marks)),
+                    engines.c.endpoint.in_(endpoints),
+                )
+            )
+            found = {engine_id: marks[engine_id] for engine_id in ours}
+        self._marks |= found
+        return found
 
     def load(self, endpoints: Sequence[str]) -> Snapshot:
         """What is needed to go on with ``endpoints``.
@@ -427,11 +480,9 @@ class Store:
                 },
             )
 
-    def recently_closed(
-        self, engine_ids: Sequence[str], within_ns: int
-    ) -> list[ClosedRequest]:
-        """Requests that ended within the last ``within_ns`` of each engine's time, in
-        that order, at most :data:`MAX_RECENTLY_CLOSED` an engine.
+    def closed_since(self, since_ns: Mapping[str, int]) -> list[ClosedRequest]:
+        """Requests of each engine that ended, with their last event at that time or
+        later, in the order of those; at most :data:`MAX_CLOSED` an engine.
 
         Raises:
             StoreError: the store cannot be read.
@@ -439,19 +490,15 @@ class Store:
         requests, checkpoints = tables.requests, tables.checkpoints
         found: list[ClosedRequest] = []
         with self.reading() as connection:
-            for engine_id in engine_ids:
-                of_engine = requests.c.engine_id == engine_id
-                last_ns = connection.scalar(
-                    select(func.max(requests.c.last_event_ns)).where(of_engine)
-                )
+            for engine_id, mark_ns in since_ns.items():
                 rows = _records(
                     connection,
                     requests,
-                    of_engine,
+                    requests.c.engine_id == engine_id,
                     requests.c.status != OPEN,
-                    requests.c.last_event_ns >= (last_ns or 0) - within_ns,
+                    requests.c.last_event_ns >= mark_ns,
                     order=requests.c.last_event_ns.desc(),
-                    limit=MAX_RECENTLY_CLOSED,
+                    limit=MAX_CLOSED,
                 )
                 names = [row.request_id for row in rows]
                 sources = [row.source_checkpoint_id for row in rows]
@@ -534,6 +581,11 @@ def _records(
     statement = select(*columns).where(*conditions).order_by(order).limit(limit)
     kind = _RECORDS[table]
     return [kind(**row) for row in connection.execute(statement).mappings()]
+
+
+def _mark_key(engine_id: str) -> str:
+    """Within the width of the column, whatever the id."""
+    return _MARK_PREFIX + blake2b(engine_id.encode(), digest_size=16).hexdigest()
 
 
 def _configure_reader(connection: Any, _record: object) -> None:

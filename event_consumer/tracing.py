@@ -205,6 +205,17 @@ class RequestTracer:
         """The counts of each signal that is exported."""
         return [queue.stats() for queue in self._queues]
 
+    def untold(self) -> dict[str, int]:
+        """For each engine, the oldest last event of the requests that were told and
+        not exported yet; after a shutdown, of those that it left."""
+        oldest: dict[str, int] = {}
+        for queue in self._queues:
+            for item in queue.unsettled():
+                if isinstance(item, _Closed):
+                    engine_id, ns = item.request.engine_id, item.request.last_event_ns
+                    oldest[engine_id] = min(ns, oldest.get(engine_id, ns))
+        return oldest
+
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Send what is queued; whether all of it was sent or dropped in time."""
         deadline = time.monotonic() + timeout_s

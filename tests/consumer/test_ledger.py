@@ -236,6 +236,24 @@ def test_dropped_events_are_counted_and_mark_what_was_open(told):
     assert told.requests["a"].incomplete
 
 
+def test_what_comes_back_is_told_again_under_the_same_ids(told):
+    """As lost when the engine goes, and at its true end (docs/traces.md)."""
+    told.tell(told.admit("a"), *told.publish("a", 1)[:2])
+    told.ledger.engine_lost("e")
+    told.ledger.engine_back("e")
+    told.collect()
+    told.tell(told.publish("a", 1)[2], told.finish("a", retained_boundary=96))
+    lost, ended = told.closed
+    assert (lost.request.status, ended.request.status) == ("engine_lost", "finished")
+    ids = [
+        (each.request.trace_id, each.request.span_id, each.checkpoints[0].span_id)
+        for each in (lost, ended)
+    ]
+    assert ids[0] == ids[1]
+    assert [c.stage for c in ended.checkpoints] == ["published"]
+    assert list(told.requests) == ["a"]
+
+
 def test_an_engine_lost_takes_everything_along_and_may_bring_it_back(told):
     told.tell(told.admit("a"), *told.publish("a", 1), told.finish("a"))
     told.tell(told.admit("b"), *told.publish("b", 2)[:2])

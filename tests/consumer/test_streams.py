@@ -337,6 +337,9 @@ class Sink:
     def checkpoint_evicted(self, checkpoint):
         self.evicted.append(checkpoint)
 
+    def untold(self):
+        return {}
+
 
 def test_sinks_are_told_after_the_commit(serve, raw_publisher, names, stream, wait_for):
     publisher = raw_publisher
@@ -367,7 +370,7 @@ def test_while_the_store_refuses_nothing_is_read_and_nothing_lost(
     commit = store.commit
     refused = []
 
-    def refuse(changes):
+    def refuse(changes, marks):
         refused.append(changes)
         raise StoreError("the disk is full")
 
