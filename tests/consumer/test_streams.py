@@ -206,6 +206,26 @@ def test_a_number_far_ahead_silences_nothing(
     assert len([r for r in caplog.records if "out of all order" in r.message]) == 1
 
 
+def test_a_replay_refutes_false_numbers_on_a_quiet_stream(
+    serve, raw_publisher, stream, rows, sqlite_url, wait_for
+):
+    """The engine says nothing more by itself, but answers."""
+    publisher = raw_publisher
+    serve(publisher)
+    publisher.greet()
+    publisher.send(0, started())
+    publisher.send(10**12)
+    publisher.send(10**12 + 1)
+    wait_for(lambda: stream().get("state") == "gapped")
+    while stream()["state"] == "gapped":
+        identity, first = publisher.asked()
+        assert first == 1
+        publisher.answer(identity, {}, 0, 1)
+        wait_for(lambda: stream()["state"] == "live" or publisher.router.poll(0))
+    assert (stream()["applied_seq"], stream()["num_lost"]) == (0, 0)
+    assert rows(sqlite_url, tables.gaps, status="lost") == []
+
+
 def test_an_epoch_that_false_batches_silenced_recovers_by_itself(
     serve, raw_publisher, stream, names, rows, sqlite_url, wait_for
 ):
