@@ -218,6 +218,10 @@ class Store:
                 f"the store {self.name} needs {error.name or 'a driver'}, which is "
                 "not installed: pip install 'vllm-fork[postgres]'"
             ) from None
+        except (SQLAlchemyError, ValueError) as error:
+            raise StoreError(
+                f"the store {self.name} has an option that cannot be used: {error}"
+            ) from None
         configure = _configure_reader if self._read_only else _configure_writer
         event.listen(engine, "connect", configure)
         return engine
@@ -609,6 +613,7 @@ def _configure_writer(connection: Any, _record: object) -> None:
 
 def _parse_url(url: str) -> URL:
     try:
+        url.encode()
         parsed = make_url(url)
         if "\0" in url:
             raise ValueError(url)  # no path is like that

@@ -84,7 +84,7 @@ def _why_no_store(url: str, *, may_wait: bool) -> str:
             remedy = f"run `{error.command}`"
         if error.may_come:
             remedy += ", or start the dashboard with --wait"
-        return f"{str(error).rstrip('.')}: {remedy}"
+        return f"{str(error).rstrip('.')}: {remedy}" if remedy else str(error)
 
 
 def _why_no_port(address: str, port: int) -> str:

@@ -89,6 +89,10 @@ class StoreConnection:
                 f"The store {self.name} needs {error.name}, which is not installed.",
                 command="pip install 'vllm-fork[postgres]'",
             ) from None
+        except (SQLAlchemyError, ValueError) as error:
+            raise StoreError(
+                f"The store {self.name} has an option that cannot be used: {error}."
+            ) from None
 
     def _connect_sqlite(self) -> sqlite3.Connection:
         assert self.path is not None
@@ -178,7 +182,10 @@ class StoreConnection:
 def _parse(url: str) -> URL:
     example = "Write sqlite:///PATH or postgresql://USER@HOST/DATABASE."
     try:
+        url.encode()
         parsed = make_url(url)
+        if "\0" in url:
+            raise ValueError(url)  # no path is like that
         backend = parsed.get_backend_name()
     except (ArgumentError, ValueError):  # ValueError: a port that is no number
         # Not shown: what was given may hold a password.

@@ -44,9 +44,17 @@ def load(arguments: Sequence[str], environ: Mapping[str, str]) -> UiSettings:
         problem = f"“{unknown[0]}” is not an option: --store and --jaeger are."
     store = given.store or environ.get(STORE_VARIABLE) or DEFAULT_URL
     jaeger = (given.jaeger or environ.get(JAEGER_VARIABLE) or "").rstrip("/") or None
-    if jaeger is not None and urlsplit(jaeger).scheme not in ("http", "https"):
+    if jaeger is not None and not _is_web_address(jaeger):
         problem = (
             "The Jaeger URL must begin with http:// or https://: traces not linked."
         )
         jaeger = None
     return UiSettings(store, jaeger, problem)
+
+
+def _is_web_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets that do not match
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -256,6 +256,8 @@ def test_reading_makes_no_store(tmp_path):
         ("nonsense://x", "'nonsense' is not known"),
         ("sqlite:////no/such/folder/x.db", "mkdir -p /no/such/folder"),
         ("sqlite:///a\0b.db", "is not a store URL"),
+        ("sqlite:///\udcff.db", "is not a store URL"),
+        ("sqlite:///x.db?timeout=long", "an option that cannot be used"),
         ("postgresql://u:secret@127.0.0.1:1/x", "Connection refused"),
     ],
 )

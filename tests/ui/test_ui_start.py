@@ -85,6 +85,8 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--store", "MISSING"], "or start the dashboard with --wait"),
         (["--store", "postgresql://me:hunter2@127.0.0.1:1/x"], "cannot be read"),
         (["--jaeger", "localhost:16686"], "must begin with http://"),
+        (["--jaeger", "http://["], "must begin with http://"),
+        (["--store", "sqlite:///\udcff.db"], "is not a URL"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(
