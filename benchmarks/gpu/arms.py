@@ -27,10 +27,10 @@ ARMS: dict[str, Settings | None] = {
         "copy_interval": 64,
         "publish_on": ["stop", "length", "abort", "preempt"],
     },
-    "exact_tail_straight": {"retain": True},
-    "copy_64_straight": {"retain": True, "exact_tail": False, "copy_interval": 64},
+    "exact_tail_foreach": {"retain": True},
+    "copy_64_foreach": {"retain": True, "exact_tail": False, "copy_interval": 64},
 }
-COPIED_BY = {"copy_64_straight": "straight", "exact_tail_straight": "straight"}
+COPIED_BY = {"copy_64_foreach": "foreach", "exact_tail_foreach": "foreach"}
 """Ways of ``copying`` that stand in for the worker's block copy: what could be."""
 EVENTS: Settings = {"enabled": True}
 
@@ -61,6 +61,9 @@ def switch(engine: Any, arm: str, *, empty: bool = True) -> None:
     scheduler._attach(
         msgspec.convert({**settings, "events": EVENTS}, type=ForkSettings)
     )
+    assert (scheduler.tails is not None) == settings.get("exact_tail", True)
+    copies = scheduler.retention.copies
+    assert (copies.interval if copies else 0) == settings.get("copy_interval", 0)
 
 
 def empty_cache(engine: Any) -> None:
@@ -89,12 +92,18 @@ def _detach(scheduler: Any, stock: type) -> None:
     if scheduler.publisher is not None:
         scheduler.publisher.shutdown()
     assert not hasattr(stock, "check_integrity"), type(scheduler).__mro__
+    for name in _OURS:
+        vars(scheduler).pop(name, None)
     scheduler.__class__ = type(stock.__name__, (_Nothing, stock), {})
     manager = scheduler.kv_cache_manager
-    for wrapped in (manager, manager.block_pool):
+    for wrapped in (scheduler, manager, manager.block_pool):
         for name in list(vars(wrapped)):
             if callable(getattr(type(wrapped), name, None)):
                 delattr(wrapped, name)
+
+
+_OURS = ("retention", "tails", "cache_index", "observer", "publisher")
+"""What the overlay keeps on a scheduler; the next arm must not find it."""
 
 
 @contextlib.contextmanager

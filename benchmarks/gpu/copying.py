@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -201,11 +202,11 @@ def _launches(copy: Copy, copies: Copies) -> dict[str, int]:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
         copy(copies)
         torch.cuda.synchronize()
-    return {
-        event.key[:60]: event.count
-        for event in profiled.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    }
+    launches: Counter[str] = Counter()
+    for event in profiled.key_averages():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            launches[event.key[:40]] += event.count
+    return dict(launches)
 
 
 def _arrives_whole(copy: Copy, copies: Copies, pages: Sequence[Any]) -> bool:
