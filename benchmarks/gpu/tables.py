@@ -135,12 +135,16 @@ def _checked(results: list[dict[str, Any]]) -> list[str]:
 
     return [
         _table(
-            ["arm", "blocks", "preemptions", "hits (inside a unit)", *sides],
+            ["arm", "blocks", "preemptions", "hits (inside a unit)", *sides,
+             "nearer to a wrong state"],
             [
                 [
                     r["arm"], r["available_blocks"], r["preemptions"],
                     f"{r['hits']} ({r['hits_inside_a_unit']})",
                     *(spread(r, side) for side in sides),
+                    f"{r['nearer_to_wrong']} of {r['compared_with_wrong']}"
+                    if "nearer_to_wrong" in r
+                    else "",
                 ]
                 for r in results
             ],

@@ -317,8 +317,14 @@ def check(engine: Any, answers: list[Answer]) -> dict[str, Any]:
     references = _uncached(engine, contexts)
     found: dict[str, list[float]] = {}
     worst: dict[str, Any] = {}
+    right: dict[int, float] = {}  # by answer, at its first token
+    wrong: dict[int, float] = {}
     for (side, answer, at), one, other in zip(places, live, references, strict=True):
         value = correlation(one, other)
+        if side not in ("hit", "missed"):
+            wrong[id(answer)] = max(value, wrong.get(id(answer), -1.0))
+        elif at == 0:
+            right[id(answer)] = value
         found.setdefault(side, []).append(value)
         if value <= min(found[side]):
             worst[side] = {
@@ -327,7 +333,13 @@ def check(engine: Any, answers: list[Answer]) -> dict[str, Any]:
                 "position": at,
                 "correlation": round(value, 4),
             }
-    return {"correlation": _spread(found), "worst": worst}
+    nearer = [answer for answer, value in wrong.items() if right[answer] <= value]
+    return {
+        "correlation": _spread(found),
+        "worst": worst,
+        "compared_with_wrong": len(wrong),
+        "nearer_to_wrong": len(nearer),
+    }
 
 
 def _wrong_contexts(answer: Answer) -> dict[str, list[int]]:
