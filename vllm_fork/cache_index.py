@@ -47,6 +47,8 @@ class CacheIndex:
         mamba_group_ids: KV-cache groups whose blocks hold recurrent state.
         on_evicted: called with a published checkpoint and one of
             ``events.EVICTION_REASONS`` when its first block leaves the cache.
+        guard: runs what the index does inside the pool's methods, where no error may
+            escape.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class CacheIndex:
         pool: BlockPool,
         mamba_group_ids: Iterable[int],
         on_evicted: Callable[[Checkpoint, str], None],
+        guard: Callable[..., object],
     ) -> None:
         self.mamba_group_ids = tuple(mamba_group_ids)
         self._pool = pool
@@ -63,6 +66,7 @@ class CacheIndex:
         self._prompts: dict[bytes, CachedState] = {}
         self._max_prompts = max(1024, 4 * pool.num_gpu_blocks)
         self._on_evicted = on_evicted
+        self._guard = guard
         self._moving = False
         self._wrap(pool)
 
@@ -130,7 +134,7 @@ class CacheIndex:
                 # Only a block nobody references is handed out anew; one that is
                 # referenced got a deeper hash instead.
                 reason = "lru" if block.ref_cnt == 0 else "replaced"
-                self._evict(published[block.block_id], reason)
+                self._guard(self._evict, published[block.block_id], reason)
             return removed
 
         def move_block_hashes(src_block, dst_block):
@@ -147,7 +151,7 @@ class CacheIndex:
             done = reset()
             if done:
                 for state in list(dict.fromkeys(published.values())):
-                    self._evict(state, "cache_reset")
+                    self._guard(self._evict, state, "cache_reset")
             return done
 
         pool._remove_cached_block_hashes = remove_cached_block_hashes  # type: ignore[method-assign]

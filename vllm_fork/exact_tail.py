@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -107,6 +107,12 @@ class TailIndex:
         self._groups = [m.kv_cache_group_id for m in (*mamba, *attention)]
         # Chain hash at floor(p / unit) -> what follows it.
         self._tails: dict[BlockHash, _Tails] = {}
+        # floor(p / unit) * unit -> how many tails follow such a position.
+        self._starts: Counter[int] = Counter()
+        # The last look-up that nothing matched: a request that waits for memory is
+        # looked up in every step.
+        self._missed: tuple[str, int, int, int] | None = None
+        self._num_inserted = 0
         self._place: dict[int, tuple[BlockHash, _Tail]] = {}
         _keep_keys_private(pool)
 
@@ -129,6 +135,8 @@ class TailIndex:
                 make_block_hash_with_group_id(key, group), block, num_tokens=boundary
             )
         self._tails.setdefault(parent, _Tails()).add(tail, _Entry(key, checkpoint))
+        self._starts[start] += 1
+        self._num_inserted += 1
         self._place[checkpoint.checkpoint_id] = (parent, tail)
 
     def discard(self, checkpoint: Checkpoint) -> None:
@@ -136,6 +144,10 @@ class TailIndex:
         place = self._place.pop(checkpoint.checkpoint_id, None)
         if place is None:
             return
+        start = checkpoint.boundary // self._unit * self._unit
+        self._starts[start] -= 1
+        if not self._starts[start]:
+            del self._starts[start]
         parent, tail = place
         tails = self._tails[parent]
         if tails.entries[tail].checkpoint is checkpoint:
@@ -153,11 +165,18 @@ class TailIndex:
         """
         if not self._tails:
             return None
+        lookup = (
+            request.request_id,
+            request.num_tokens,
+            deeper_than,
+            self._num_inserted,
+        )
+        if lookup == self._missed:
+            return None
+        any_match = False
         longest = request.num_tokens - 1
         num_units = min(len(request.block_hashes), longest // self._unit)
-        for start in range(num_units * self._unit, -1, -self._unit):
-            if start + self._unit <= deeper_than:
-                return None
+        for start in self._starts_between(deeper_than, num_units * self._unit):
             tails = self._tails.get(self._parent(request, start))
             if tails is None:
                 continue
@@ -168,10 +187,22 @@ class TailIndex:
                 entry = tails.entries.get(self._tail_of(request, start, boundary))
                 if entry is None:
                     continue
+                any_match = True
                 blocks = self._blocks(request, boundary, entry.key)
                 if blocks is not None:
                     return TailHit(blocks, boundary)
+        if not any_match:
+            self._missed = lookup
         return None
+
+    def _starts_between(self, deeper_than: int, deepest: int) -> Iterable[int]:
+        """Where tails deeper than ``deeper_than`` may start, the deepest first; none
+        starts beyond ``deepest``."""
+        lowest = deeper_than // self._unit * self._unit
+        if len(self._starts) < (deepest - lowest) // self._unit:
+            starts = (s for s in self._starts if lowest <= s <= deepest)
+            return sorted(starts, reverse=True)
+        return range(deepest, lowest - 1, -self._unit)
 
     def _parent(self, request: Request, start: int) -> BlockHash:
         """The chain hash of ``[0, start)``; the root has a name of its own."""

@@ -29,13 +29,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from vllm.v1.core.kv_cache_utils import (
-    make_block_hash_with_group_id,
-    maybe_convert_block_hash,
-)
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     MambaManager,
+    SingleTypeKVCacheManager,
 )
 from vllm.v1.request import RequestStatus
 
@@ -589,22 +587,32 @@ class RetentionController:
         block_hash = request.block_hashes[boundary // self._pool.hash_block_size - 1]
         for manager in self._attention:
             table = manager.req_to_blocks[request.request_id]
-            self._pool._insert_block_hash(
-                make_block_hash_with_group_id(block_hash, manager.kv_cache_group_id),
-                table[(boundary - 1) // manager.block_size],
-                num_tokens=boundary,
-            )
+            block = table[(boundary - 1) // manager.block_size]
+            # vLLM would drop the keys of a block that it takes for shallower.
+            shallower, block._block_hash_num_tokens = block.block_hash_num_tokens, None
+            self._cache_partial(request, manager, block, boundary)
+            if shallower is not None:
+                block._block_hash_num_tokens = shallower
         for manager, block in zip(self._mamba, checkpoint.blocks, strict=True):
-            self._pool.cache_partial_block(
-                request=request,
-                block=block,
-                num_tokens=boundary,
-                kv_cache_group_id=manager.kv_cache_group_id,
-                block_size=manager.block_size,
-            )
+            self._cache_partial(request, manager, block, boundary)
         self._index.publish(checkpoint)
         self._observer.published(
             checkpoint, finish_reason, maybe_convert_block_hash(block_hash)
+        )
+
+    def _cache_partial(
+        self,
+        request: Request,
+        manager: SingleTypeKVCacheManager,
+        block: KVCacheBlock,
+        boundary: int,
+    ) -> None:
+        self._pool.cache_partial_block(
+            request=request,
+            block=block,
+            num_tokens=boundary,
+            kv_cache_group_id=manager.kv_cache_group_id,
+            block_size=manager.block_size,
         )
 
     def _cache_attention(self, request: Request, boundary: int, executed: int) -> None:

@@ -83,6 +83,7 @@ class CheckpointSchedulerMixin(_Base):
     _stream_closed = False
     _resetting = False
     _relief_armed = False
+    _failed_at: frozenset[str] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,7 +104,8 @@ class CheckpointSchedulerMixin(_Base):
         self.cache_index = CacheIndex(
             manager.block_pool,
             [m.kv_cache_group_id for m in mamba],
-            functools.partial(self._run, "an eviction", self._note_evicted),
+            self._note_evicted,
+            functools.partial(self._run, "an eviction"),
         )
         exact_tail: str | None = "off"
         if reason is None:
@@ -214,15 +216,20 @@ class CheckpointSchedulerMixin(_Base):
 
         def get_computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
             hit = stock(request)
-            if manager.prefix_cache_lookup_enabled(request):
-                if self.tails is not None:
-                    hit = self._deepen(request, *hit)
-                if self.retention is not None:
-                    hit = self._without_unsafe_junction(*hit)
-            self._found = (request.request_id, self._state_at(hit[0]))
-            return hit
+            return self._run("a look-up", self._look_deeper, request, hit) or hit
 
         manager.get_computed_blocks = get_computed_blocks  # type: ignore[method-assign]
+
+    def _look_deeper(
+        self, request: Request, hit: tuple[KVCacheBlocks, int, int]
+    ) -> tuple[KVCacheBlocks, int, int]:
+        if self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            if self.tails is not None:
+                hit = self._deepen(request, *hit)
+            if self.retention is not None:
+                hit = self._without_unsafe_junction(*hit)
+        self._found = (request.request_id, self._state_at(hit[0]))
+        return hit
 
     def _state_at(self, hit: KVCacheBlocks) -> CachedState | None:
         """The cached state that a hit resumes from."""
@@ -257,7 +264,7 @@ class CheckpointSchedulerMixin(_Base):
     ) -> tuple[KVCacheBlocks, int, int]:
         """Prefer an exact tail that lies deeper than what vLLM found."""
         assert self.tails is not None
-        tail = self._run("a look-up", self.tails.find, request, num_tokens)
+        tail = self.tails.find(request, num_tokens)
         if tail is None:
             return blocks, num_tokens, shared_prefix_boundary
         if shared_prefix_boundary <= tail.num_tokens:
@@ -452,15 +459,12 @@ class CheckpointSchedulerMixin(_Base):
         if self.retention is not None:
             self._run("a finished request", self.retention.finish, request)
         freed = super()._free_request(request, *args, **kwargs)
-        self._run("a freed request", self._note_freed, request)
+        if self.retention is not None:
+            self._run("a freed request", self.retention.release, request)
+        self._run("a finished request's event", self.observer.finished, request)
         # No step may follow an abort.
         self.observer.flush()
         return freed
-
-    def _note_freed(self, request: Request) -> None:
-        if self.retention is not None:
-            self.retention.release(request)
-        self.observer.finished(request)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._resetting = True
@@ -517,11 +521,13 @@ class CheckpointSchedulerMixin(_Base):
         """Go on as stock vLLM; call while handling the error of a hook."""
         if self.strict:
             raise
-        logger.exception(
-            "Checkpoint retention failed at %s and is off from here on; the engine "
-            "goes on without it.",
-            where,
-        )
+        if where not in self._failed_at:
+            self._failed_at |= {where}
+            logger.exception(
+                "Checkpoint retention failed at %s and is off from here on; the engine "
+                "goes on without it.",
+                where,
+            )
         retention, self.retention = self.retention, None
         self.tails = None
         self._arm_relief(False)

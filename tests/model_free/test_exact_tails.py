@@ -5,7 +5,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from vllm_fork.events import CheckpointEvicted, CheckpointPublished, PrefixReused
-from vllm_fork.model_free import STOP_TOKEN
+from vllm_fork.exact_tail import TailIndex
+from vllm_fork.model_free import STOP_TOKEN, make_request
 
 BLOCK, UNIT = 64, 16
 
@@ -149,6 +150,31 @@ def test_every_group_is_found(start, executed, num_groups):
         "exact_tail",
         "decode_block",
     }
+
+
+def test_a_tail_that_comes_while_a_prompt_waits(talk, executed):
+    """That nothing was found for it before is remembered, but not for ever."""
+    prompt, answer = talk.tokens(40), talk.answer(61)
+    turn(talk, talk.tokens(21), 9)
+    waiting = make_request("waiting", prompt + answer + talk.tokens(9))
+    for _ in range(2):
+        assert talk.scheduler.tails.find(waiting, 0) is None
+    talk.ask(prompt, answer)
+    hit = talk.scheduler.tails.find(waiting, 0)
+    assert hit.num_tokens == executed(prompt + answer)
+
+
+def test_a_look_up_goes_where_tails_are(talk, monkeypatch):
+    """One unrelated tail does not make a huge prompt's look-up walk all of it."""
+    turn(talk, talk.tokens(21), 9)
+    huge = make_request("huge", talk.tokens(16 * 500))
+    looked_at = []
+    parent = TailIndex._parent
+    monkeypatch.setattr(
+        TailIndex, "_parent", lambda *a: looked_at.append(a[2]) or parent(*a)
+    )
+    assert talk.scheduler.tails.find(huge, 0) is None
+    assert len(looked_at) == 1
 
 
 def test_evicted_tails_are_never_found(start):

@@ -1,6 +1,9 @@
 """What a next turn finds when the running state is copied every few tokens."""
 
+from collections import Counter
+
 import pytest
+from vllm.distributed.kv_events import BlockStored
 
 from vllm_fork.events import CheckpointPublished, PrefixReused
 from vllm_fork.model_free import blocks_only_pins_hold
@@ -83,3 +86,27 @@ def test_many_requests_at_once(talk):
 def test_off_with_drafts(start):
     talk = start(copy_interval=UNIT, num_speculative_tokens=2)
     assert talk.events.started.copy_interval == 0
+
+
+def test_the_standard_stream_announces_what_it_takes_back(start):
+    """A copy's attention key is in vLLM's KV events before its removal is."""
+    talk = start(
+        copy_interval=UNIT,
+        publish_on=["length"],
+        num_blocks=60,
+        kv_cache_events=True,
+    )
+    told = []
+    take = talk.scheduler.kv_cache_manager.take_events
+    talk.scheduler.kv_cache_manager.take_events = lambda: told.extend(take() or ())
+    prompt = talk.tokens(30)
+    for num_tokens in [20, 45, 60] * 12:
+        answer = talk.tokens(num_tokens)
+        talk.ask(prompt, answer, max_tokens=num_tokens)
+        prompt = prompt + answer + talk.tokens(7) if len(prompt) < 900 else prompt[:30]
+    stored, removed = Counter(), Counter()
+    for event in told:
+        kind = stored if isinstance(event, BlockStored) else removed
+        kind.update((event.group_idx, block_hash) for block_hash in event.block_hashes)
+        assert not removed - stored
+    assert removed

@@ -36,6 +36,9 @@ HOOKS = [
     (RollingCopies, "_lose"),
     (BlockPool, "unpin_blocks"),
     (CacheIndex, "publish"),
+    (CacheIndex, "state_of"),
+    (CacheIndex, "_evict"),
+    (CheckpointSchedulerMixin, "_deepen"),
     (Observer, "identity"),
     (Observer, "pinned"),
     (Observer, "published"),
@@ -87,7 +90,7 @@ def play(engine, seed: int) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"), HOOKS, ids=[f"{o.__name__}.{n}" for o, n in HOOKS]
 )
-def test_the_engine_goes_on_without_retention(engine, monkeypatch, owner, name):
+def test_the_engine_goes_on_without_retention(engine, monkeypatch, caplog, owner, name):
     calls = []
 
     def fail(*args, **kwargs):
@@ -102,6 +105,12 @@ def test_the_engine_goes_on_without_retention(engine, monkeypatch, owner, name):
     assert all(r.finish_reason == "stop" for r in engine.finished.values())
     assert engine.num_leaked_blocks == 0
     assert engine.scheduler.reset_prefix_cache()
+    if owner is not Observer:
+        told = {e.request_id for e in engine.told if type(e) is events.RequestFinished}
+        assert told == set(engine.finished)
+    failures = [r for r in caplog.records if "failed at" in r.message]
+    assert failures
+    assert len(failures) == len({record.message for record in failures})
 
 
 def test_without_sabotage_everything_is_used(engine):
