@@ -79,7 +79,7 @@ class Process:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events", type=int, default=120_000)
+    parser.add_argument("--events", type=int, default=300_000)
     parser.add_argument("--span-events", type=int, default=60_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
