@@ -131,6 +131,8 @@ class CheckpointSchedulerMixin(_Base):
                 self._copy_interval(settings),
             )
             self._resolve_chained_copies()
+            if self.mamba_has_prefill_checkpoint_blocks:
+                self._end_chunks_with_blocks()
             if self.retention.copies is not None:
                 self._queue_copies()
         self._found: tuple[str, CachedState | None] = ("", None)
@@ -223,11 +225,9 @@ class CheckpointSchedulerMixin(_Base):
     def _look_deeper(
         self, request: Request, hit: tuple[KVCacheBlocks, int, int]
     ) -> tuple[KVCacheBlocks, int, int]:
-        if self.kv_cache_manager.prefix_cache_lookup_enabled(request):
-            if self.tails is not None:
-                hit = self._deepen(request, *hit)
-            if self.retention is not None:
-                hit = self._without_unsafe_junction(*hit)
+        is_enabled = self.kv_cache_manager.prefix_cache_lookup_enabled(request)
+        if self.tails is not None and is_enabled:
+            hit = self._deepen(request, *hit)
         self._found = (request.request_id, self._state_at(hit[0]))
         return hit
 
@@ -238,22 +238,6 @@ class CheckpointSchedulerMixin(_Base):
             if hit.blocks[group]:
                 return self.cache_index.state_of(hit.blocks[group][-1])
         return None
-
-    def _without_unsafe_junction(
-        self,
-        blocks: KVCacheBlocks,
-        num_tokens: int,
-        shared_prefix_boundary: int,
-    ) -> tuple[KVCacheBlocks, int, int]:
-        """Give up a shared-prefix junction that vLLM 0.32.0 would mislabel.
-
-        Backends that export prefill states (Mamba2, KDA), after a hit inside a
-        block: the chunk that ends at the junction is cut relative to the hit, and
-        the state is cached under the hash of a boundary it is not at.
-        """
-        if self.mamba_has_prefill_checkpoint_blocks and num_tokens % self.block_size:
-            shared_prefix_boundary = 0
-        return blocks, num_tokens, shared_prefix_boundary
 
     def _deepen(
         self,
@@ -289,6 +273,31 @@ class CheckpointSchedulerMixin(_Base):
         manager.take_kv_cache_block_copies = (  # type: ignore[method-assign]
             take_kv_cache_block_copies
         )
+
+    def _end_chunks_with_blocks(self) -> None:
+        """Let no chunk of a prefill run from inside a block over that block's end.
+
+        vLLM 0.32.0 lets it where the backend exports prefill states (Mamba2, KDA):
+        a boundary that it then caches, at a shared-prefix junction or by a positive
+        retention interval, gets the state that the hit began from.
+        """
+        split = self._mamba_block_aligned_split
+        interval = self.kv_cache_manager.coordinator.retention_interval
+
+        def mamba_block_aligned_split(
+            request: Request, num_new_tokens: int, *computed: int
+        ) -> int:
+            num_new_tokens = split(request, num_new_tokens, *computed)
+            start = request.num_computed_tokens + sum(computed)
+            is_decode = start >= max(request.num_prompt_tokens, request.num_tokens - 1)
+            to_end = self.block_size - start % self.block_size
+            if is_decode or to_end == self.block_size:
+                return num_new_tokens
+            if interval or request.shared_prefix_boundary > start:
+                return min(num_new_tokens, to_end)
+            return num_new_tokens
+
+        setattr(self, split.__name__, mamba_block_aligned_split)
 
     def _observe_admissions(self) -> None:
         """Follow ``record_prefix_cache_stats``: called once an admission."""

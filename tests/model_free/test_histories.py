@@ -21,7 +21,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -39,6 +41,9 @@ from vllm_fork.model_free import (
 )
 
 NUM_CONVERSATIONS = 3
+PLACEHOLDER = 9
+IMAGE_TOKENS = 2
+OTHER = {"cat": "dog", "dog": "cat"}
 PUBLISH_ON = [
     ["stop"],
     ["stop"],
@@ -113,14 +118,17 @@ def without_stock_faults(cls: type[Scheduler]) -> type[Scheduler]:
                 take_kv_cache_block_copies
             )
 
-        def _get_local_prefix_cache_hit(self, request):
-            hit = super()._get_local_prefix_cache_hit(request)
-            blocks, num_tokens, junction, diverged = hit
-            if self.mamba_has_prefill_checkpoint_blocks and (
-                num_tokens % self.block_size
-            ):
-                junction = 0
-            return blocks, num_tokens, junction, diverged
+        def _mamba_block_aligned_split(self, request, num_new_tokens, *computed):
+            num_new_tokens = super()._mamba_block_aligned_split(
+                request, num_new_tokens, *computed
+            )
+            start = request.num_computed_tokens + sum(computed)
+            is_prefill = start < max(request.num_prompt_tokens, request.num_tokens - 1)
+            if self.mamba_has_prefill_checkpoint_blocks and is_prefill:
+                up_to_block_end = self.block_size - start % self.block_size
+                if up_to_block_end < self.block_size:
+                    num_new_tokens = min(num_new_tokens, up_to_block_end)
+            return num_new_tokens
 
     return Guarded
 
@@ -207,9 +215,14 @@ class Histories(RuleBasedStateMachine):
             v2_model_runner=v2_model_runner,
             settings=self.settings,
         )
+        scheduler = self.engine.scheduler
+        scheduler.max_num_encoder_input_tokens = 4 * IMAGE_TOKENS
+        scheduler.encoder_cache_manager = EncoderCacheManager(4 * IMAGE_TOKENS)
         self.audit = PrefixCacheAudit(self.engine)
         self.shared = self.tokens(3 * self.block_size)
         self.history: list[list[int]] = [[] for _ in range(NUM_CONVERSATIONS)]
+        # What was seen in each, as (identifier, first token).
+        self.images: list[list[tuple[str, int]]] = [[] for _ in self.history]
         self.running: dict[int, str] = {}
         self.num_turns = 0
         self.resetting = False
@@ -249,18 +262,41 @@ class Histories(RuleBasedStateMachine):
         to_boundary=st.sampled_from([None, None, -1, 0, 1]),
         ending=st.sampled_from(["stop", "stop", "stop", "length"]),
         salt=st.sampled_from([*[None] * 9, "salt"]),
+        image=st.sampled_from([None, None, None, "cat", "dog"]),
+        swapped=st.sampled_from([False, False, True]),
     )
-    def turn(self, pick, replayed, num_new, num_answer, to_boundary, ending, salt):
-        """A client asks on; it may render the past otherwise than it was."""
+    def turn(
+        self,
+        pick,
+        replayed,
+        num_new,
+        num_answer,
+        to_boundary,
+        ending,
+        salt,
+        image,
+        swapped,
+    ):
+        """A client asks on; it may render the past otherwise than it was, and show
+        other images in it."""
         conversation = self.idle()[pick % len(self.idle())]
         past = self.history[conversation]
         if replayed == "no stop token":
             past = past[:-1]
         elif replayed == "rewritten":
             past = past[: int(len(past) * 0.7)]
-        if len(past) + num_new + 1 >= self.max_tokens - self.block_size:
+        if len(past) + num_new + 8 >= self.max_tokens - self.block_size:
             past = self.shared[: self.random.randrange(len(self.shared))]
+        # One that is cut off, or not there, leaves its placeholders.
+        images = [
+            (OTHER[seen] if swapped else seen, first)
+            for seen, first in self.images[conversation]
+            if past[first : first + IMAGE_TOKENS] == [PLACEHOLDER] * IMAGE_TOKENS
+        ]
         prompt = past + self.tokens(num_new)
+        if image is not None:
+            images.append((image, len(prompt)))
+            prompt += [PLACEHOLDER] * IMAGE_TOKENS
         if to_boundary is not None:
             blocks = cdiv(len(prompt) + num_answer, self.block_size)
             num_answer = max(1, blocks * self.block_size + to_boundary - len(prompt))
@@ -276,11 +312,18 @@ class Histories(RuleBasedStateMachine):
                 max_tokens=num_answer if ending == "length" else self.max_tokens,
                 hash_unit=self.hash_unit,
                 cache_salt=salt,
+                mm_features=[
+                    MultiModalFeatureSpec(
+                        None, "image", seen, PlaceholderRange(first, IMAGE_TOKENS)
+                    )
+                    for seen, first in images
+                ],
             ),
             answer,
         )
         self.running[conversation] = request_id
         self.history[conversation] = prompt + answer
+        self.images[conversation] = images
 
     @precondition(lambda self: self.idle())
     @rule(
@@ -289,7 +332,9 @@ class Histories(RuleBasedStateMachine):
     )
     def fork(self, pick, other):
         """One conversation goes on from where another one is."""
-        self.history[self.idle()[pick % len(self.idle())]] = self.history[other]
+        fork = self.idle()[pick % len(self.idle())]
+        self.history[fork] = self.history[other]
+        self.images[fork] = self.images[other]
 
     @rule(count=st.integers(1, 80))
     def steps(self, count):

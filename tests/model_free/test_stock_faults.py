@@ -79,6 +79,31 @@ def test_a_state_hashed_above_where_it_is(options):
         assert any("for 256 tokens: holds State(num_tokens=224" in p for p in problems)
 
 
+@pytest.mark.parametrize("options", [STOCK, RETAINED], ids=["stock", "retained"])
+def test_a_state_hashed_above_where_it_is_by_an_interval(options):
+    """The same with a positive retention interval, and no junction: the prompt's last
+    chunk runs from inside a block over the end of an interval."""
+    engine = make_engine(
+        **options,
+        block_size=64,
+        hash_unit=16,
+        num_prefill_checkpoint_blocks=1,
+        retention_interval=128,
+    )
+    shared = tokens(97)
+    for name, prompt in (("past", shared), ("next", shared + tokens(107))):
+        engine.add(make_request(name, prompt, hash_unit=16), [STOP_TOKEN])
+        audit = PrefixCacheAudit(engine)
+        while not engine.requests[name].is_finished():
+            engine.step()
+            problems = audit.problems()
+    assert engine.finished["next"].cached_tokens == 96
+    if options is RETAINED:
+        assert problems == []
+    else:
+        assert "for 128 tokens: holds State(num_tokens=96" in problems[0]
+
+
 def test_stock_truncates_a_page_that_it_copies():
     """``copy_kv_cache_blocks_inplace`` copies the bytes of the Mamba view alone where
     that comes first: the end of an attention tail is lost after a sub-block hit."""
