@@ -425,19 +425,47 @@ def _why(request: Row, previous: Row | None, before: list[Row]) -> str | None:
         return "the turn before ran on another engine"
     if request["hit_limited_by"] in ("skipped", "connector"):
         return _LIMITS[request["hit_limited_by"]]
+    arrival_ns = begin_ns(request)
     if request["source_request_id"] == previous["request_id"]:
-        return (
-            f"the turn before left its checkpoint at {request['source_boundary']}; "
-            "what came after it was not kept"
-        )
+        return _why_not_deeper(request["source_boundary"], before, arrival_ns)
     if previous["no_checkpoint_reason"] is not None:
         return f"the turn before left no checkpoint: {previous['no_checkpoint_reason']}"
-    arrival_ns = begin_ns(request)
     for checkpoint in reversed(before):
-        evicted_ns = checkpoint["evicted_ns"]
-        if evicted_ns is not None and evicted_ns < arrival_ns:
-            return (
-                f"the turn before's checkpoint at {checkpoint['boundary']} was evicted "
-                f"({checkpoint['eviction_reason']}) before this turn came"
-            )
+        if _was_evicted(checkpoint, arrival_ns):
+            return _evicted(checkpoint)
     return _LIMITS.get(request["hit_limited_by"] or "")
+
+
+def _why_not_deeper(source_boundary: int, before: list[Row], arrival_ns: int) -> str:
+    """Why a turn resumed at ``source_boundary`` of the turn before, and not beyond."""
+    deeper = [
+        checkpoint
+        for checkpoint in before
+        if checkpoint["published_ns"] is not None
+        and checkpoint["boundary"] > source_boundary
+    ]
+    if not deeper:
+        return (
+            f"the turn before left its checkpoint at {source_boundary}; what came "
+            "after it was not kept"
+        )
+    deepest = max(deeper, key=lambda checkpoint: checkpoint["boundary"])
+    if _was_evicted(deepest, arrival_ns):
+        return _evicted(deepest)
+    return (
+        f"the turn before's checkpoint at {deepest['boundary']} "
+        f"({deepest['boundary_kind']}) was not continued: this prompt renders what "
+        "came before it otherwise"
+    )
+
+
+def _was_evicted(checkpoint: Row, by_ns: int) -> bool:
+    evicted_ns = checkpoint["evicted_ns"]
+    return evicted_ns is not None and evicted_ns < by_ns
+
+
+def _evicted(checkpoint: Row) -> str:
+    return (
+        f"the turn before's checkpoint at {checkpoint['boundary']} was evicted "
+        f"({checkpoint['eviction_reason']}) before this turn came"
+    )

@@ -20,6 +20,8 @@ from event_consumer.otlp_receiver import OtlpReceiver, ReceivedSpan
 from event_consumer.store import ChangeSet, Store
 from event_consumer.tracing import RequestTracer
 
+SECOND = 1_000_000_000
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "traces.md"
 
 # What each documented command finds in the story, in order.
@@ -234,6 +236,59 @@ def test_the_log_query_names_what_a_late_eviction_tells(story):
     assert f'event_name="{names.EVICTED}"' in query
     assert names.NUM_HITS.replace(".", "_") in query
     assert f'service_name="{names.SERVICE_NAME}"' in query
+
+
+@pytest.mark.parametrize(
+    ("evicted_s", "why"),
+    [
+        (
+            None,
+            "the turn before's checkpoint at 7500 (exact_tail) was not continued: "
+            "this prompt renders what came before it otherwise",
+        ),
+        (
+            10,
+            "the turn before's checkpoint at 7500 was evicted (lru) before this turn "
+            "came",
+        ),
+        (
+            99,
+            "the turn before's checkpoint at 7500 (exact_tail) was not continued: "
+            "this prompt renders what came before it otherwise",
+        ),
+    ],
+)
+def test_why_a_turn_resumed_at_the_shallower_of_two(
+    tmp_path, make_request, make_checkpoint, evicted_s, why
+):
+    first = make_request("first", retained_boundary=7500)
+    evicted = {"evicted_ns": evicted_s * SECOND} if evicted_s else {}
+    checkpoints = [
+        make_checkpoint(first, 1, boundary=7392),
+        make_checkpoint(
+            first,
+            2,
+            boundary=7500,
+            boundary_kind="exact_tail",
+            eviction_reason="lru" if evicted else None,
+            **evicted,
+        ),
+    ]
+    second = make_request(
+        "second",
+        arrival_ns=20 * SECOND,
+        admitted_ns=21 * SECOND,
+        num_prompt_tokens=7800,
+        num_cached_tokens=7392,
+        source_request_id=first.request_id,
+        source_checkpoint_id=1,
+        source_boundary=7392,
+    )
+    url = f"sqlite:///{tmp_path}/two.db"
+    with Store(url) as store:
+        store.commit(ChangeSet.of(requests=[first, second], checkpoints=checkpoints))
+    (trace,) = ask(url, "--request second")["traces"]
+    assert trace["why"] == why
 
 
 @pytest.mark.parametrize(
