@@ -27,11 +27,7 @@ ARMS: dict[str, Settings | None] = {
         "copy_interval": 64,
         "publish_on": ["stop", "length", "abort", "preempt"],
     },
-    "exact_tail_foreach": {"retain": True},
-    "copy_64_foreach": {"retain": True, "exact_tail": False, "copy_interval": 64},
 }
-COPIED_BY = {"copy_64_foreach": "foreach", "exact_tail_foreach": "foreach"}
-"""Ways of ``copying`` that stand in for the worker's block copy: what could be."""
 EVENTS: Settings = {"enabled": True}
 
 
@@ -42,8 +38,6 @@ def switch(engine: Any, arm: str, *, empty: bool = True) -> None:
         engine: between steps; with ``empty`` it must be idle.
         empty: also empty the prefix cache, so that arms do not share states.
     """
-    import copying
-
     from vllm_fork.config import Settings as ForkSettings
     from vllm_fork.scheduler import with_checkpoints
 
@@ -52,7 +46,6 @@ def switch(engine: Any, arm: str, *, empty: bool = True) -> None:
         empty_cache(engine)
     stock = type(scheduler).__mro__[2]  # behind what was mixed in
     _detach(scheduler, stock)
-    copying.use(engine, COPIED_BY.get(arm))
     settings = ARMS[arm]
     if settings is None:
         return

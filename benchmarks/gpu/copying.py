@@ -15,7 +15,6 @@ same blocks of an idle engine's pool:
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -69,28 +68,6 @@ def run(engine: Any, requests: str = "1 2 4", repeats: int = 20) -> dict[str, An
     }
 
 
-def use(engine: Any, way: str | None) -> None:
-    """Let the engine's worker copy that way from now on; None: as installed."""
-    from vllm_fork.block_copy import HELPER, HOLDERS
-
-    for module in filter(None, map(sys.modules.get, HOLDERS)):
-        if not hasattr(module, HELPER):
-            continue
-        helper = getattr(module, HELPER)
-        helper = getattr(helper, "instead_of", helper)
-        if way is not None:
-            helper = _instead(helper, _ways(engine)[0][way])
-        setattr(module, HELPER, helper)
-
-
-def _instead(helper: Any, copy: Copy) -> Any:
-    def copy_kv_cache_blocks(_views: Any, _num_blocks: int, copies: Any) -> None:
-        copy(copies or ())
-
-    copy_kv_cache_blocks.instead_of = helper  # type: ignore[attr-defined]
-    return copy_kv_cache_blocks
-
-
 def _ways(engine: Any) -> tuple[dict[str, Copy], list[Any]]:
     import torch
     from vllm.v1.worker import utils
@@ -98,7 +75,6 @@ def _ways(engine: Any) -> tuple[dict[str, Copy], list[Any]]:
     runner = runner_of(engine)
     views, num_blocks = runner.kv_caches, runner.kv_cache_config.num_blocks
     installed = utils.copy_kv_cache_blocks_inplace
-    installed = getattr(installed, "instead_of", installed)
     stock = getattr(installed, "__wrapped__", installed)
     pages = wide_pages(views, num_blocks)
     stacked = _stacked(pages)
