@@ -70,6 +70,8 @@ def test_the_repaired_helper_copies_the_whole_page(engine):
     )
     copy(engine.runner.kv_caches, num_blocks, [(source, destination)])
     assert torch.equal(pages(engine, source), pages(engine, destination))
+    views = block_copy.widest_first(engine.runner.kv_caches, num_blocks)
+    assert block_copy.dense_pages(views, num_blocks), "vLLM's helper copied it"
 
 
 def test_output_after_a_hit_inside_a_block_is_right(engine):
