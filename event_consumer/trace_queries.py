@@ -92,9 +92,10 @@ def find_traces(store: Store, which: TraceFilter, order: str = "newest") -> list
 
     ``num_prefilled_tokens``: prompt tokens computed at admission;
     ``num_reprefilled_tokens``: those of them that the turn before had computed;
-    ``num_recomputed_tokens``: those whose attention was still cached; ``why``: in
-    words, why anything was computed again. ``links`` and ``checkpoints`` are the
-    span's link and its child spans.
+    ``reprefilled_is_upper_bound``: this prompt parts from the turn before, so that
+    fewer may be; ``num_recomputed_tokens``: those whose attention was still cached;
+    ``why``: in words, why anything was computed again. ``links`` and ``checkpoints``
+    are the span's link and its child spans.
 
     Raises:
         StoreError: the store cannot be read.
@@ -360,6 +361,7 @@ def _trace(
     prompt, cached = request["num_prompt_tokens"], request["num_cached_tokens"]
     known = prompt is not None and cached is not None
     attention = request["shared_prefix_boundary"]
+    left_aside = _left_aside(request, previous, before)
     return {
         **{name: request[name] for name in _TRACE_COLUMNS},
         "start_ns": begin_ns(request),
@@ -374,7 +376,8 @@ def _trace(
             max(0, attention - cached) if known and attention is not None else None
         ),
         "previous_request_id": request["previous_request_id"],
-        "why": _why(request, previous, before),
+        "reprefilled_is_upper_bound": left_aside is not None,
+        "why": _why(request, previous, before, left_aside),
         "links": [_link(source)] if source else [],
         "checkpoints": [_checkpoint_span(row) for row in own],
     }
@@ -414,54 +417,100 @@ _LIMITS: Final = {
     "skipped": "the request did not read the prefix cache",
     "connector": "a KV connector served the rest",
 }
+_NOT_LOOKED_FOR: Final = ("skipped", "connector")
+"""Limits that say nothing of what the cache held."""
 
 
-def _why(request: Row, previous: Row | None, before: list[Row]) -> str | None:
+def _why(
+    request: Row, previous: Row | None, before: list[Row], left_aside: Row | None
+) -> str | None:
     """Why tokens that the turn before had computed were computed again, in words;
-    None where none were."""
+    None where none were. ``before``: the checkpoints of the turn before;
+    ``left_aside``: see :func:`_left_aside`."""
     if not request["num_reprefilled_tokens"] or previous is None:
         return None
     if previous["engine_id"] != request["engine_id"]:
         return "the turn before ran on another engine"
-    if request["hit_limited_by"] in ("skipped", "connector"):
-        return _LIMITS[request["hit_limited_by"]]
-    arrival_ns = begin_ns(request)
-    if request["source_request_id"] == previous["request_id"]:
-        return _why_not_deeper(request["source_boundary"], before, arrival_ns)
+    limit = request["hit_limited_by"]
+    if limit in _NOT_LOOKED_FOR:
+        return _LIMITS[limit]
+    if left_aside is not None:
+        return (
+            f"the turn before's checkpoint at {left_aside['boundary']} "
+            f"({left_aside['boundary_kind']}) was not continued: this prompt renders "
+            "what came before it otherwise"
+        )
+    for checkpoint in sorted(before, key=lambda row: -row["boundary"]):
+        if _is_deeper(checkpoint, request) and _was_evicted(checkpoint, request):
+            return _evicted(checkpoint)
+    if limit == "prompt_end" and not _goes_beyond(request, previous):
+        return _LIMITS[limit]
+    if _resumed_from(request, previous):
+        return (
+            f"the turn before left its checkpoint at {request['source_boundary']}; "
+            "what came after it was not kept"
+        )
     if previous["no_checkpoint_reason"] is not None:
         return f"the turn before left no checkpoint: {previous['no_checkpoint_reason']}"
-    for checkpoint in reversed(before):
-        if _was_evicted(checkpoint, arrival_ns):
-            return _evicted(checkpoint)
-    return _LIMITS.get(request["hit_limited_by"] or "")
+    return _LIMITS.get(limit or "")
 
 
-def _why_not_deeper(source_boundary: int, before: list[Row], arrival_ns: int) -> str:
-    """Why a turn resumed at ``source_boundary`` of the turn before, and not beyond."""
-    deeper = [
+def _left_aside(request: Row, previous: Row | None, before: list[Row]) -> Row | None:
+    """Of the checkpoints of the turn before, the shallowest that would have served
+    ``request`` deeper and was still there when it was admitted: the two texts part
+    before its boundary, so that less than counted was computed again."""
+    if (
+        previous is None
+        or previous["engine_id"] != request["engine_id"]
+        or request["hit_limited_by"] in _NOT_LOOKED_FOR
+    ):
+        return None
+    there = [
         checkpoint
         for checkpoint in before
-        if checkpoint["published_ns"] is not None
-        and checkpoint["boundary"] > source_boundary
+        if _is_deeper(checkpoint, request) and _was_there(checkpoint, request)
     ]
-    if not deeper:
-        return (
-            f"the turn before left its checkpoint at {source_boundary}; what came "
-            "after it was not kept"
-        )
-    deepest = max(deeper, key=lambda checkpoint: checkpoint["boundary"])
-    if _was_evicted(deepest, arrival_ns):
-        return _evicted(deepest)
+    return min(there, key=lambda checkpoint: checkpoint["boundary"], default=None)
+
+
+def _goes_beyond(request: Row, previous: Row) -> bool:
+    """Whether the prompt is longer than the turn before's; the same one, sent again,
+    needs no checkpoint of its answer."""
+    return (request["num_prompt_tokens"] or 0) > (previous["num_prompt_tokens"] or 0)
+
+
+def _resumed_from(request: Row, previous: Row) -> bool:
+    """Whether it resumed from a checkpoint of ``previous``, not from what stock vLLM
+    keeps of its prompt."""
     return (
-        f"the turn before's checkpoint at {deepest['boundary']} "
-        f"({deepest['boundary_kind']}) was not continued: this prompt renders what "
-        "came before it otherwise"
+        request["source_request_id"] == previous["request_id"]
+        and request["source_checkpoint_id"] is not None
     )
 
 
-def _was_evicted(checkpoint: Row, by_ns: int) -> bool:
+def _is_deeper(checkpoint: Row, request: Row) -> bool:
+    """Whether it would have served ``request`` deeper, were the text the same. The
+    last token of a prompt is always computed."""
+    served = (request["num_cached_tokens"] or 0) + (request["num_external_tokens"] or 0)
+    end = request["num_prompt_tokens"] or 0
+    return (
+        checkpoint["published_ns"] is not None and served < checkpoint["boundary"] < end
+    )
+
+
+def _was_there(checkpoint: Row, request: Row) -> bool:
+    """Published before ``request`` arrived, with all under it until it was admitted."""
+    arrival_ns = begin_ns(request)
+    admitted_ns = request["admitted_ns"] or arrival_ns
+    gone = (checkpoint["evicted_ns"], checkpoint["attention_evicted_ns"])
+    return checkpoint["published_ns"] < arrival_ns and all(
+        at is None or at > admitted_ns for at in gone
+    )
+
+
+def _was_evicted(checkpoint: Row, request: Row) -> bool:
     evicted_ns = checkpoint["evicted_ns"]
-    return evicted_ns is not None and evicted_ns < by_ns
+    return evicted_ns is not None and evicted_ns < begin_ns(request)
 
 
 def _evicted(checkpoint: Row) -> str:

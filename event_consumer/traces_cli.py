@@ -196,12 +196,13 @@ def _lines(trace: Row) -> list[str]:
     name = plain(trace["external_request_id"] or trace["request_id"])
     label = f" [{plain(trace['label'])}]" if trace["label"] else ""
     again = trace["num_reprefilled_tokens"]
+    bound = "up to " if trace["reprefilled_is_upper_bound"] else ""
     lines = [
         f"{_clock(trace['end_ns'])}  {name}{label}",
         f"    reused {_count(trace['num_cached_tokens'])} of "
         f"{_count(trace['num_prompt_tokens'])} prompt tokens{_source(trace)}, "
         f"prefilled {_count(trace['num_prefilled_tokens'])}"
-        + (f", {again} of them again" if again else ""),
+        + (f", {bound}{again} of them again" if again else ""),
     ]
     if trace["why"] is not None:
         lines.append(f"    why: {trace['why']}")

@@ -291,6 +291,76 @@ def test_why_a_turn_resumed_at_the_shallower_of_two(
     assert trace["why"] == why
 
 
+@pytest.mark.parametrize("source_kind", ["prompt_replay", "shared_prefix", "none"])
+def test_an_answer_that_comes_back_changed_is_told_as_such(
+    tmp_path, make_request, make_checkpoint, source_kind
+):
+    """It differs at token 2219, below both checkpoints: what was reused is stock
+    vLLM's, and nothing says how much of the rest is new."""
+    first = make_request(
+        "first", num_prompt_tokens=2200, num_output_tokens=460, retained_boundary=2659
+    )
+    checkpoints = [
+        make_checkpoint(first, 1, boundary=2304),
+        make_checkpoint(first, 2, boundary=2659, boundary_kind="exact_tail"),
+    ]
+    second = make_request(
+        "second",
+        arrival_ns=20 * SECOND,
+        admitted_ns=21 * SECOND,
+        num_prompt_tokens=2702,
+        num_cached_tokens=2144,
+        hit_limited_by="recurrent_state",
+        source_kind=source_kind,
+        source_request_id=first.request_id if source_kind == "prompt_replay" else None,
+        source_boundary=2144 if source_kind == "prompt_replay" else None,
+    )
+    url = f"sqlite:///{tmp_path}/changed.db"
+    with Store(url) as store:
+        store.commit(ChangeSet.of(requests=[first, second], checkpoints=checkpoints))
+    arguments = ["traces", "--request", "second", "--store", url]
+    told = runner.invoke(app, arguments).stdout.splitlines()
+    assert told[1].endswith("prefilled 558, up to 515 of them again")
+    assert told[2] == (
+        "    why: the turn before's checkpoint at 2304 (decode_block) was not "
+        "continued: this prompt renders what came before it otherwise"
+    )
+    (trace,) = ask(url, "--request second")["traces"]
+    assert trace["reprefilled_is_upper_bound"] is True
+
+
+@pytest.mark.parametrize("reason", [None, "aborted"])
+def test_the_same_prompt_sent_again_blames_no_checkpoint(
+    tmp_path, make_request, make_checkpoint, reason
+):
+    """Those of the answer lie beyond its end."""
+    first = make_request(
+        "first",
+        num_prompt_tokens=2200,
+        num_output_tokens=460,
+        no_checkpoint_reason=reason,
+    )
+    checkpoints = [] if reason else [make_checkpoint(first, 1, boundary=2304)]
+    second = make_request(
+        "second",
+        arrival_ns=20 * SECOND,
+        admitted_ns=21 * SECOND,
+        num_prompt_tokens=2200,
+        num_cached_tokens=2192,
+        hit_limited_by="prompt_end",
+        source_kind="prompt_replay",
+        source_request_id=first.request_id,
+        source_boundary=2192,
+    )
+    url = f"sqlite:///{tmp_path}/again.db"
+    with Store(url) as store:
+        store.commit(ChangeSet.of(requests=[first, second], checkpoints=checkpoints))
+    (trace,) = ask(url, "--request second")["traces"]
+    assert trace["num_reprefilled_tokens"] == 8
+    assert trace["reprefilled_is_upper_bound"] is False
+    assert trace["why"] == "the last tokens of a prompt are never reused"
+
+
 @pytest.mark.parametrize(
     ("request_name", "why"),
     [
