@@ -20,33 +20,44 @@ Response = tuple[HTTPStatus, str, bytes]
 class StatusServer:
     """Answers GET and HEAD, one request a connection."""
 
-    def __init__(
-        self,
-        problems: Callable[[], list[str]],
-        metrics: Callable[[str], tuple[bytes, str]],
-    ) -> None:
-        """
-        Args:
-            problems: what is wrong now, a sentence each.
-            metrics: body and content type for an ``Accept`` header; may take a
-                while, runs on a thread.
-        """
-        self._problems = problems
-        self._metrics = metrics
+    def __init__(self) -> None:
+        self._problems: Callable[[], list[str]] = list
+        self._metrics: Callable[[str], tuple[bytes, str]] | None = None
         self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port (of ``port`` 0: the one that was free).
+    async def bind(self, host: str, port: int) -> int:
+        """Take the address, and answer nobody yet; returns the port (of ``port`` 0:
+        the one that was free).
 
         Raises:
             OSError: the address cannot be had.
         """
         self._server = await asyncio.start_server(
-            self._answer, host, port, limit=MAX_HEAD_BYTES
+            self._answer, host, port, limit=MAX_HEAD_BYTES, start_serving=False
         )
         return self._server.sockets[0].getsockname()[1]
 
+    async def serve(
+        self,
+        problems: Callable[[], list[str]],
+        metrics: Callable[[str], tuple[bytes, str]],
+    ) -> None:
+        """Answer from now on.
+
+        Args:
+            problems: what is wrong now, a sentence each.
+            metrics: body and content type for an ``Accept`` header; may take a
+                while, runs on a thread.
+
+        Raises:
+            OSError: another has taken the address since :meth:`bind`.
+        """
+        assert self._server is not None
+        self._problems, self._metrics = problems, metrics
+        await self._server.start_serving()
+
     async def stop(self) -> None:
+        """May be called again."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -86,7 +97,7 @@ class StatusServer:
             status = HTTPStatus.SERVICE_UNAVAILABLE if problems else HTTPStatus.OK
             body = {"status": "unhealthy" if problems else "ok", "problems": problems}
             return status, "application/json", json.dumps(body).encode() + b"\n"
-        if path == "/metrics":
+        if path == "/metrics" and self._metrics is not None:
             accept = next(
                 (h.partition(":")[2] for h in headers if h[:7].lower() == "accept:"), ""
             )

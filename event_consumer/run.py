@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +39,8 @@ async def serve(
     traces, logs, metrics_to = _otlp(settings)
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
+        # Before the store: where the address is taken, nothing is made.
+        status = await _bind_status(stack, settings)
         store = stack.enter_context(Store(settings.store))
         service: Service | None = None
 
@@ -66,7 +68,10 @@ async def serve(
             reload=reload,
             config=config,
         )
-        await _serve_status(stack, settings, service, metrics)
+        if status is not None:
+            with _cannot_listen(settings):
+                await status.serve(service.problems, metrics.prometheus)
+            stack.push_async_callback(status.stop)  # before the metrics' end
         install_signals(service, stop)
         logger.info(
             "Reading %d endpoint(s) into %s.", len(settings.endpoints), store.name
@@ -82,26 +87,31 @@ def _note_untold(store: Store, tracer: RequestTracer) -> None:
         logger.error("%s; some requests may be exported again", error)
 
 
-async def _serve_status(
-    stack: AsyncExitStack,
-    settings: ConsumerSettings,
-    service: Service,
-    metrics: CheckpointMetrics,
-) -> None:
+async def _bind_status(
+    stack: AsyncExitStack, settings: ConsumerSettings
+) -> StatusServer | None:
+    """Take the address of the status server; None where there is to be none."""
     address = settings.http_address()
     if address is None:
-        return
-    server = StatusServer(service.problems, metrics.prometheus)
+        return None
+    server = StatusServer()
     host, port = address
+    with _cannot_listen(settings):
+        port = await server.bind(host, port)
+    stack.push_async_callback(server.stop)
+    logger.info("Status on http://%s:%d/healthz and /metrics.", host, port)
+    return server
+
+
+@contextmanager
+def _cannot_listen(settings: ConsumerSettings) -> Iterator[None]:
     try:
-        port = await server.start(host, port)
+        yield
     except OSError as error:
         raise StoreError(
             f"the status server cannot listen on {settings.http} "
             f"({error.strerror or error}): choose another --http HOST:PORT, or off"
         ) from None
-    stack.push_async_callback(server.stop)
-    logger.info("Status on http://%s:%d/healthz and /metrics.", host, port)
 
 
 def _otlp(settings: ConsumerSettings) -> list[OtlpSettings | None]:

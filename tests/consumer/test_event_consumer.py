@@ -42,6 +42,17 @@ def answer(*arguments: str) -> dict:
 # -- the service -------------------------------------------------------------
 
 
+def test_where_the_http_port_is_taken_no_store_is_made(tmp_path):
+    store = tmp_path / "store.db"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        endpoint = ("--endpoint", f"ipc://{tmp_path}/pub", "--replay", "none")
+        told = ask("run", "--store", f"sqlite:///{store}", "--http", address, *endpoint)
+    assert told.returncode == 1
+    assert f"cannot listen on {address}" in told.stderr
+    assert not store.exists()
+
+
 def write_config(path, *engines):
     tables = [
         f'[[endpoints]]\nendpoint = "{e.endpoint}"\nreplay = "{e.replay}"\n'
