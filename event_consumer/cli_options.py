@@ -38,7 +38,14 @@ MAX_WHOLE: Final = 2**63 - 1
 
 def whole(help: str) -> Any:
     """An option that is a count."""
-    return typer.Option(min=0, max=MAX_WHOLE, help=help)
+    return typer.Option(min=0, callback=_refuse_too_large, help=help)
+
+
+def _refuse_too_large(value: int | None) -> int | None:
+    """As ``max`` would, but ``--help`` does not show such a number."""
+    if value is not None and value > MAX_WHOLE:
+        raise typer.BadParameter(f"{value} is more than a store holds, {MAX_WHOLE}.")
+    return value
 
 
 StoreOption = Annotated[

@@ -55,11 +55,10 @@ NO_CHECKPOINT_REASONS: Final = (
     "resumable",
     "disabled",
 )
-REASONS: Final = (
-    *DISCARD_REASONS,
-    *EVICTION_REASONS,
-    "unobserved",
-    *NO_CHECKPOINT_REASONS,
+REASONS: Final = tuple(
+    dict.fromkeys(
+        (*DISCARD_REASONS, *EVICTION_REASONS, "unobserved", *NO_CHECKPOINT_REASONS)
+    )
 )
 UNSUPPORTED: Final = "unsupported:"
 
@@ -186,6 +185,8 @@ def _print_counts(rows: list[Row], group: str, as_json: bool) -> None:
     if as_json:
         print_json({"groups": rows})
         return
+    if not rows:
+        print("No requests found.")
     for row in rows:
         value = row[group]
         print(f"{row['num_requests']:>9}  {'-' if value is None else plain(value)}")

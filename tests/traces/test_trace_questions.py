@@ -503,3 +503,21 @@ def test_a_value_that_is_not_known_is_refused_with_the_nearest(
 
 def test_an_unsupported_reason_is_open_ended(store_url):
     assert ask(store_url, "--reason unsupported:speculative")["traces"] == []
+
+
+def test_no_group_says_so(store_url):
+    arguments = ["traces", "--model", "other", "--by", "status", "--store", store_url]
+    assert runner.invoke(app, arguments).stdout == "No requests found.\n"
+
+
+def test_help_names_each_reason_once_and_no_number_of_the_database():
+    told = runner.invoke(app, ["traces", "--help"]).stdout
+    assert told.count("cache_reset") == 1
+    assert "9223372036854775807" not in told
+
+
+def test_a_count_beyond_what_a_store_holds_is_refused(store_url):
+    arguments = ["traces", "--min-depth", str(2**63), "--store", store_url]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "more than a store holds" in result.output
