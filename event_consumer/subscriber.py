@@ -48,6 +48,8 @@ FRAMES_A_TURN: Final = 64
 TICK_S: Final = 0.1
 RECONNECT_MS: Final = 100
 MAX_RECONNECT_MS: Final = 1_000
+CONNECT_WARNING_S: Final = 5.0
+"""After so long without a first connection, say so."""
 PING_MS: Final = 2_000
 """A peer that does not answer for three of these is gone, whatever TCP thinks."""
 RECEIVE_HWM: Final = 4_096
@@ -120,6 +122,7 @@ class Subscriber:
         self._curve = curve
         self._replay: asyncio.Task[None] | None = None
         self._warned_refused = False
+        self._unheard_since: float | None = time.monotonic()
 
     async def run(self) -> None:
         """Read until cancelled."""
@@ -172,9 +175,13 @@ class Subscriber:
             now = time.monotonic()
             if kind & _CONNECTED:
                 logger.info("%s is connected", self._endpoint.endpoint)
+                self._unheard_since = None
                 self._act(self._state.on_connected(now))
                 self._touch()
             elif kind & _DISCONNECTED:
+                # Also what never spoke ZMQ hangs up, ten times a second.
+                if not self._state.connected:
+                    continue
                 logger.info("%s is disconnected", self._endpoint.endpoint)
                 self._act(self._state.on_disconnected(now))
                 self._touch()
@@ -188,8 +195,23 @@ class Subscriber:
 
     def tick(self) -> None:
         """To be called about every :data:`TICK_S` seconds."""
+        now = time.monotonic()
+        self._warn_unheard(now)
         if self._gate.is_set():
-            self._act(self._state.on_tick(time.monotonic()))
+            self._act(self._state.on_tick(now))
+
+    def _warn_unheard(self, now: float) -> None:
+        """Once, where nobody has answered since the start."""
+        since = self._unheard_since
+        if since is None or now - since < CONNECT_WARNING_S:
+            return
+        self._unheard_since = None
+        logger.warning(
+            "%s has not connected within %g s: no engine with checkpoint events "
+            "answers there; it is tried on",
+            self._endpoint.endpoint,
+            CONNECT_WARNING_S,
+        )
 
     def _touch(self) -> None:
         """The state of the stream changed, though nothing was applied."""

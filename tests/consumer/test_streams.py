@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import socketserver
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import zmq
 import zmq.auth
 
-from event_consumer import tables
+from event_consumer import subscriber, tables
 from event_consumer.store import StoreError
 from vllm_fork.events import (
     EngineStarted,
@@ -333,6 +336,53 @@ def test_without_the_right_curve_key_nothing_comes(
     wait_for(lambda: stream().get("state") == "disconnected")
     publisher.send(0, started())
     assert stream()["num_batches"] == 0
+
+
+@pytest.fixture
+def no_zmq():
+    """A port where another protocol is spoken, and how often it was called."""
+    calls = []
+
+    class HangsUp(socketserver.BaseRequestHandler):
+        def handle(self):
+            calls.append(self.client_address)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), HangsUp) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"tcp://127.0.0.1:{server.server_address[1]}", calls
+        server.shutdown()
+        thread.join()
+
+
+def test_a_port_without_zmq_does_not_flood_the_log(
+    serve, no_zmq, wait_for, caplog, monkeypatch
+):
+    """Only changes are told; that nobody ever answered, once."""
+    monkeypatch.setattr(subscriber, "CONNECT_WARNING_S", 0.3)
+    caplog.set_level(logging.INFO)
+    endpoint, calls = no_zmq
+    serve(SimpleNamespace(endpoint=endpoint, replay=None))
+    wait_for(lambda: "has not connected within 0.3 s" in caplog.text)
+    seen = len(calls)
+    wait_for(lambda: len(calls) >= seen + 5)
+    assert "is disconnected" not in caplog.text
+    assert caplog.text.count("has not connected") == 1
+
+
+def test_who_answered_is_not_said_to_have_not(
+    serve, raw_publisher, wait_for, caplog, monkeypatch
+):
+    monkeypatch.setattr(subscriber, "CONNECT_WARNING_S", 0.3)
+    caplog.set_level(logging.INFO)
+    serving = serve(raw_publisher)
+    wait_for(lambda: "is connected" in caplog.text)
+    since = time.monotonic()
+    wait_for(lambda: time.monotonic() - since > 0.5)
+    raw_publisher.publish.close()
+    wait_for(lambda: "is disconnected" in caplog.text)
+    assert "has not connected" not in caplog.text
+    assert serving.error is None
 
 
 def test_a_curve_key_that_cannot_be_read_is_one_sentence(
