@@ -7,7 +7,6 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from vllm_fork import endpoints
@@ -20,6 +19,7 @@ from vllm_fork.config import (
     exposure_warning,
     load_settings,
 )
+from vllm_fork.server_arguments import why_no_address, why_no_model
 
 SWITCHED_OFF: Final = "Retention is switched off in the settings."
 Level = Literal["ok", "note", "problem"]
@@ -37,7 +37,8 @@ class Finding:
 
 @dataclass
 class Report:
-    """``retention``: ``on``, ``off`` or ``refused``, or ``unknown`` without a model."""
+    """``retention``: ``on``, ``off`` or ``refused``, or ``unknown`` without a model
+    that can be read."""
 
     retention: str = "unknown"
     reason: str | None = None
@@ -63,7 +64,7 @@ class Report:
         marks = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
         lines = [f"{marks[f.level]}  {f.subject}: {f.sentence}" for f in self.findings]
         why = f": {self.reason}" if self.reason else "."
-        if self.retention == "unknown":
+        if self.retention == "unknown" and not self.reason:
             why = " without a model: vllm-fork doctor MODEL."
         return [*lines, f"retention {self.retention}{why}"]
 
@@ -219,32 +220,22 @@ def _examine_model(report: Report, arguments: Sequence[str]) -> None:
     parsed = parser.parse_args(list(arguments))
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
-    if absent := _absent_folder(parsed.model):
-        report.retention, report.reason = "refused", absent
+    if absent := why_no_model(parsed):
+        report.add("model", "problem", absent)
+        report.reason = absent
         return
+    if taken := why_no_address(parsed):
+        report.add("address", "problem", taken)
     plugin.serving_pid = os.getpid()
     plugin.register()
     try:
         config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    except plugin.ModelUnreadable as error:
+        report.add("model", "problem", str(error))
+        report.reason = str(error)
+        return
     except plugin.StartRefused as error:
         report.retention, report.reason = "refused", str(error)
         return
-    except (OSError, ValueError) as error:  # no such repository, no network, no right
-        why = " ".join(str(error).split())
-        report.retention = "refused"
-        report.reason = f"vLLM cannot read the model {parsed.model}: {why}"
-        return
     decision = decide(config)
     report.retention, report.reason = decision.retention, decision.reason
-
-
-def _absent_folder(model: str) -> str | None:
-    """One sentence where ``model`` can only be a folder (a repository's id has one
-    slash at most, and does not begin with it), and there is none."""
-    is_path = model.startswith((".", "~", os.sep)) or model.count(os.sep) > 1
-    if not is_path or Path(model).exists():
-        return None
-    return (
-        f"There is no folder {model}: name that of a model, or the id of a repository "
-        "(organisation/name)."
-    )

@@ -3,6 +3,7 @@
 vLLM calls :func:`register` once in every process: the front end, the engine, the
 workers. It wraps a few methods and replaces nothing on disk:
 
+- ``EngineArgs.__post_init__``: a model that cannot be read is told so;
 - ``EngineArgs.create_engine_config``: settings are checked in the front end, where
   a mistake can be told in one sentence (in the engine process it is a traceback);
 - ``SchedulerConfig.get_scheduler_cls``: the engine gets the scheduler class that
@@ -71,6 +72,10 @@ class StartRefused(ValueError):
     """The engine must not start so; the message is one sentence for the operator."""
 
 
+class ModelUnreadable(StartRefused):
+    """The model's configuration cannot be had; the message is one sentence."""
+
+
 def register() -> None:
     """Wrap vLLM. Safe to call more than once in a process.
 
@@ -84,6 +89,7 @@ def register() -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms.interface import Platform
 
+        _wrap(EngineArgs, "__post_init__", _told_of_an_unreadable_model)
         _wrap(EngineArgs, "create_engine_config", _checked_engine_config)
         _wrap(SchedulerConfig, "get_scheduler_cls", _scheduler_with_checkpoints)
         _wrap(Platform, "validate_environ", _validate_environ_without_ours)
@@ -121,6 +127,26 @@ def _wrap(owner: type, name: str, make: Any) -> None:
 
 
 # -- front end -----------------------------------------------------------------
+
+
+def _told_of_an_unreadable_model(original: Any) -> Any:
+    """Offline, vLLM looks a repository up in the cache as soon as it has its id."""
+
+    def __post_init__(self: Any) -> None:
+        from huggingface_hub.errors import HFValidationError
+
+        if serving_pid != os.getpid():
+            original(self)
+            return
+        try:
+            original(self)
+        except (OSError, HFValidationError) as error:
+            raise _refusal(
+                f"vLLM cannot read the model {self.model}: {_gist(error)}",
+                ModelUnreadable,
+            ) from error
+
+    return __post_init__
 
 
 def _checked_engine_config(original: Any) -> Any:
@@ -303,7 +329,7 @@ def _gist(error: Exception) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-def _refusal(sentence: str) -> StartRefused:
+def _refusal(sentence: str, kind: type[StartRefused] = StartRefused) -> StartRefused:
     """A :class:`StartRefused` that, uncaught, prints its sentence and no traceback."""
     previous = sys.excepthook
     if not getattr(previous, _OURS, False):
@@ -316,7 +342,7 @@ def _refusal(sentence: str) -> StartRefused:
 
         setattr(print_refusal, _OURS, True)
         sys.excepthook = print_refusal
-    return StartRefused(sentence)
+    return kind(sentence)
 
 
 # -- engine --------------------------------------------------------------------

@@ -10,9 +10,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vllm_fork.activation import why_inactive
 from vllm_fork.config import SERVE_ENV, SettingsError, load_settings
+from vllm_fork.server_arguments import why_no_address, why_no_model
+
+if TYPE_CHECKING:
+    import argparse
 
 
 class ServeError(Exception):
@@ -35,6 +40,7 @@ def serve(arguments: Sequence[str]) -> None:
         raise ServeError(str(error)) from None
     try:
         from vllm.entrypoints.cli.main import main
+        from vllm.entrypoints.cli.serve import ServeSubcommand
     except ImportError as error:
         raise ServeError(
             f"vLLM cannot be imported ({error}): install vllm-fork[cuda] or "
@@ -45,7 +51,20 @@ def serve(arguments: Sequence[str]) -> None:
 
     plugin.serving_pid = os.getpid()
     sys.argv = ["vllm", "serve", *arguments]
+    run = ServeSubcommand.cmd
+
+    def checked(parsed: argparse.Namespace) -> None:
+        if parsed.model_tag is not None:
+            parsed.model = parsed.model_tag
+        if problem := why_no_model(parsed) or why_no_address(parsed):
+            raise ServeError(problem)
+        plugin.register()  # before vLLM does, which has begun to read the model then
+        run(parsed)
+
+    ServeSubcommand.cmd = staticmethod(checked)  # type: ignore[assignment, method-assign]
     try:
         main()
     except plugin.StartRefused as error:
         raise ServeError(str(error)) from None
+    finally:
+        ServeSubcommand.cmd = staticmethod(run)  # type: ignore[assignment, method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,32 @@ def test_bad_environment_is_told_before_anything_is_loaded(environ, sentence):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["/no/such/model"], "There is no folder /no/such/model: name that of a model"),
+        ([], "No model is named: name its folder"),
+        (["no-such/model"], "vLLM cannot read the model no-such/model: "),
+    ],
+)
+def test_model_that_is_not_there_is_one_sentence(arguments, sentence):
+    done = run("vllm-fork", "serve", *arguments, "--port", "0", **FREE)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"vllm-fork: {sentence}")
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_taken_address_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        address = ("--host", "127.0.0.1", "--port", port)
+        done = run("vllm-fork", "serve", "no-such/model", *address, **FREE)
+    assert done.returncode == 2
+    sentence = f"vllm-fork: The server cannot listen on 127.0.0.1:{port} (address alrea"
+    assert done.stderr.splitlines()[-1].startswith(sentence)
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def doctor(*arguments: str) -> tuple[dict, int]:
     """In this process: loading vLLM takes seconds."""
     result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
@@ -107,7 +134,8 @@ def quiet_environment(monkeypatch):
 @pytest.mark.usefixtures("quiet_environment")
 class TestDoctor:
     def test_hybrid_model(self, hybrid_model):
-        report, code = doctor(str(hybrid_model), "--max-model-len", "2048")
+        options = ("--max-model-len", "2048", "--port", "0")
+        report, code = doctor(str(hybrid_model), *options)
         assert (report["retention"], report["reason"], code) == ("on", None, 0)
         assert {f["subject"] for f in report["findings"]} == {
             "version",
@@ -138,9 +166,23 @@ class TestDoctor:
     def test_model_that_is_not_there(self, model, words, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         report, code = doctor(model)
-        assert (report["retention"], code) == ("refused", 1)
+        assert (report["retention"], code) == ("unknown", 1)
         assert report["reason"].startswith(words)
         assert "\n" not in report["reason"]
+
+    def test_no_model_beside_arguments(self):
+        report, code = doctor("--prefix-match-unit", "16")
+        assert (report["retention"], code) == ("unknown", 1)
+        assert report["reason"].startswith("No model is named: ")
+
+    def test_taken_address(self, hybrid_model):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+            address = ("--host", "127.0.0.1", "--port", port)
+            report, code = doctor(str(hybrid_model), *address)
+        assert code == 1
+        sentences = [f["sentence"] for f in report["findings"]]
+        assert any(f"cannot listen on 127.0.0.1:{port} " in s for s in sentences)
 
     def test_words(self, dense_model):
         result = CliRunner().invoke(app, ["doctor", str(dense_model)])
