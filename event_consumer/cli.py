@@ -49,7 +49,7 @@ from event_consumer.queries import (
 from event_consumer.queries import (
     health as find_health,
 )
-from event_consumer.records import LOST, STOPPED
+from event_consumer.records import DISCONNECTED, LOST, REPLAYING, STOPPED
 from event_consumer.settings import SettingsError, load_settings
 from event_consumer.store import DEFAULT_URL, Store, StoreError
 from event_consumer.traces_cli import traces
@@ -63,6 +63,8 @@ app = typer.Typer(
 )
 
 NO_REPLAY: Final = "none"
+MAX_NAMED: Final = 3
+"""Endpoints that a headline names."""
 
 
 @app.command()
@@ -226,9 +228,14 @@ app.command("traces")(traces)
 
 @app.command()
 def health(store: StoreOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """How the streams are. Exit code 1 where a gap is open."""
-    with Store(store, read_only=True) as opened:
-        found = find_health(opened)
+    """How the streams are. Exit code 1 where a gap is open, or there is no store."""
+    try:
+        with Store(store, read_only=True) as opened:
+            found = find_health(opened)
+    except StoreError as error:
+        if as_json:
+            print_json({"status": "error", "healthy": False, "error": str(error)})
+        raise
     if as_json:
         print_json(found)
     else:
@@ -320,13 +327,8 @@ def _cell(value: object) -> str:
 
 
 def _print_health(found: Row) -> None:
-    sentences = {
-        "ok": "Every stream is whole.",
-        "empty": "No stream has been read yet.",
-        "lossy": "Nothing is missing now, but something was lost before.",
-        "gapped": "A gap is open: batches are missing and not given up yet.",
-    }
-    print(sentences[found["status"]])
+    for sentence in _headline(found):
+        print(sentence)
     engines = {engine["engine_id"]: engine for engine in found["engines"]}
     for stream in found["streams"]:
         engine = engines.get(stream["engine_id"])
@@ -351,6 +353,41 @@ def _print_health(found: Row) -> None:
     for gap in found["gaps"]:
         batches = f"[{gap['first_seq']}, {gap['end_seq']})"
         print(f"{gap['status']}: batches {batches} of {plain(gap['endpoint'])}")
+
+
+def _headline(found: Row) -> Iterator[str]:
+    """Of all streams together. That they are whole is said of live ones only."""
+    streams = found["streams"]
+    if found["num_open_gaps"]:
+        yield "A gap is open: batches are missing and not given up yet."
+    elif found["status"] == "lossy" and found["num_live"] == len(streams):
+        yield "Nothing is missing now, but something was lost before."
+    elif found["status"] == "lossy":
+        yield "Something was lost before."
+    elif not streams:
+        yield "No stream has been read yet."
+    elif found["num_live"] == len(streams):
+        yield "Every stream is whole."
+    read = [stream for stream in streams if stream["consumed"]]
+    troubles = {
+        "not read: no consumer is there for": [s for s in streams if s not in read],
+        "not connected: nobody listens at": [
+            s for s in read if s["state"] == DISCONNECTED
+        ],
+        "catching up:": [s for s in read if s["state"] == REPLAYING],
+    }
+    for trouble, which in troubles.items():
+        if which:
+            verb = "is" if len(which) == 1 else "are"
+            number = f"{len(which)} of {len(streams)} streams"
+            yield f"{number} {verb} {trouble} {_endpoints(which)}."
+
+
+def _endpoints(streams: list[Row]) -> str:
+    """The first of them by name: the table has all."""
+    names = ", ".join(plain(s["endpoint"]) for s in streams[:MAX_NAMED])
+    more = len(streams) - MAX_NAMED
+    return f"{names} and {more} more" if more > 0 else names
 
 
 def _stream_in_words(stream: Row) -> Iterator[str]:

@@ -21,7 +21,7 @@ from sqlalchemy import (
 )
 
 from event_consumer import tables
-from event_consumer.records import GAP_OPEN, LOST
+from event_consumer.records import DISCONNECTED, GAP_OPEN, LIVE, LOST
 from event_consumer.store import Store
 
 requests = tables.requests
@@ -176,9 +176,10 @@ def find_conversations(store: Store, which: Filter) -> list[Row]:
 def health(store: Store) -> Row:
     """How the streams are, and everything that was lost.
 
-    ``status``: ``ok``, ``gapped`` (a gap is open), ``lossy`` (nothing is missing
-    now, but something was lost) or ``empty``; ``healthy`` is false where a gap is
-    open, and only there.
+    ``status``, the first that holds: ``gapped`` (a gap is open), ``lossy`` (something
+    was lost), ``empty`` (no stream yet), ``disconnected`` (a stream has no connection,
+    or no consumer), ``replaying`` (one is catching up), ``ok`` (each is whole);
+    ``healthy`` is false where a gap is open, and only there.
     """
     gaps, streams = tables.gaps, tables.streams
     with store.reading() as connection:
@@ -201,14 +202,25 @@ def health(store: Store) -> Row:
     num_open = sum(gap["status"] == GAP_OPEN for gap in not_whole)
     num_lost = sum(stream["num_lost"] for stream in all_streams)
     num_dropped = sum(stream["num_dropped"] for stream in all_streams)
-    status = "ok" if all_streams else "empty"
-    if num_lost or num_dropped:
-        status = "lossy"
+    read = [stream["state"] for stream in all_streams if stream["consumed"]]
+    num_connected = sum(state != DISCONNECTED for state in read)
+    num_live = sum(state == LIVE for state in read)
+    status = "ok"
     if num_open:
         status = "gapped"
+    elif num_lost or num_dropped:
+        status = "lossy"
+    elif not all_streams:
+        status = "empty"
+    elif num_connected < len(all_streams):
+        status = "disconnected"
+    elif num_live < len(all_streams):
+        status = "replaying"
     return {
         "status": status,
         "healthy": not num_open,
+        "num_connected": num_connected,
+        "num_live": num_live,
         "num_open_gaps": num_open,
         "num_lost_batches": num_lost,
         "num_dropped_events": num_dropped,

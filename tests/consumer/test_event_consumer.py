@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -466,6 +467,77 @@ def test_health_shows_what_was_lost(asked):
     assert health["healthy"] is True
     assert health["num_incomplete_requests"] == 1
     assert health["streams"][0]["consumed"] is False
+
+
+@pytest.mark.parametrize(
+    ("streams", "status", "num_connected", "headline"),
+    [
+        ([("live", 0)], "ok", 1, "Every stream is whole."),
+        (
+            [("live", 0), ("disconnected", 0)],
+            "disconnected",
+            1,
+            "1 of 2 streams is not connected: nobody listens at tcp://engine:1.",
+        ),
+        (
+            [("disconnected", 0)] * 5,
+            "disconnected",
+            0,
+            "5 of 5 streams are not connected: nobody listens at tcp://engine:0, "
+            "tcp://engine:1, tcp://engine:2 and 2 more.",
+        ),
+        (
+            [("replaying", 0)],
+            "replaying",
+            1,
+            "1 of 1 streams is catching up: tcp://engine:0.",
+        ),
+        (
+            [("live", 60)],
+            "disconnected",
+            0,
+            "1 of 1 streams is not read: no consumer is there for tcp://engine:0.",
+        ),
+    ],
+)
+def test_health_calls_only_live_streams_whole(
+    sqlite_url, streams, status, num_connected, headline
+):
+    records = [
+        StreamRecord(
+            endpoint=f"tcp://engine:{i}",
+            state=state,
+            updated_ns=time.time_ns() - silent_s * 10**9,
+        )
+        for i, (state, silent_s) in enumerate(streams)
+    ]
+    with Store(sqlite_url) as store:
+        store.commit(ChangeSet.of(streams=records))
+    told = ask("health", "--store", sqlite_url)
+    assert told.returncode == 0
+    assert told.stdout.splitlines()[0] == headline
+    assert ("whole" in told.stdout) == (status == "ok")
+    health = answer("health", "--store", sqlite_url)
+    assert (health["status"], health["num_connected"]) == (status, num_connected)
+    assert health["healthy"] is True
+
+
+def test_what_was_lost_does_not_make_a_broken_stream_whole(asked):
+    told = ask("health", "--store", asked).stdout.splitlines()
+    assert told[:2] == [
+        "Something was lost before.",
+        "1 of 1 streams is not read: no consumer is there for tcp://a:1.",
+    ]
+
+
+def test_health_without_a_store_says_so_in_json_too(sqlite_url):
+    told = ask("health", "--store", sqlite_url, "--json")
+    assert told.returncode == 1
+    (line,) = told.stdout.splitlines()
+    found = json.loads(line)
+    assert (found["status"], found["healthy"]) == ("error", False)
+    assert "there is no store" in found["error"]
+    assert "There is no store" in told.stderr
 
 
 def test_a_terminal_does_not_obey_an_id(asked):
