@@ -22,6 +22,7 @@ from sqlalchemy import (
 
 from event_consumer import tables
 from event_consumer.records import DISCONNECTED, GAP_OPEN, LIVE, LOST
+from event_consumer.request_ids import external_ids
 from event_consumer.store import Store
 
 requests = tables.requests
@@ -38,7 +39,8 @@ Row = dict[str, Any]
 class Filter:
     """Which requests. None: any.
 
-    ``request``: core or external request id, or trace id. ``session``: session or
+    ``request``: core or external request id (of a completion also without its prompt's
+    number), or trace id. ``session``: session or
     conversation id. ``stage``, ``reason``, ``kind``: of any of its checkpoints;
     ``reason`` also why it left none, or why one was evicted. ``max_hits``: of a
     checkpoint of that stage. Depths, prefilled and recomputed in tokens: reuse
@@ -78,8 +80,8 @@ class Filter:
         }
         wanted += [column == v for column, v in equals.items() if v is not None]
         cached = requests.c.num_cached_tokens
-        external = func.coalesce(requests.c.num_external_tokens, 0)
-        prefilled = requests.c.num_prompt_tokens - cached - external
+        served = cached + func.coalesce(requests.c.num_external_tokens, 0)
+        prefilled = requests.c.num_prompt_tokens - served
         recomputed = requests.c.shared_prefix_boundary - cached
         at_least = [
             (cached, self.min_depth),
@@ -91,12 +93,14 @@ class Filter:
         if self.max_depth is not None:
             wanted.append(cached <= self.max_depth)
         if self.request is not None:
-            names = (
-                requests.c.request_id,
-                requests.c.external_request_id,
-                requests.c.trace_id,
+            external = requests.c.external_request_id
+            wanted.append(
+                or_(
+                    requests.c.request_id == self.request,
+                    external.in_(external_ids(self.request)),
+                    requests.c.trace_id == self.request,
+                )
             )
-            wanted.append(or_(*(name == self.request for name in names)))
         if self.session is not None:
             wanted.append(
                 or_(

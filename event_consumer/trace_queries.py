@@ -27,6 +27,7 @@ from sqlalchemy import (
 
 from event_consumer.queries import Filter, Row, begin_ns, has_checkpoint
 from event_consumer.records import EVICTED
+from event_consumer.request_ids import external_ids
 from event_consumer.store import Store
 from event_consumer.tables import checkpoints, requests
 
@@ -68,11 +69,13 @@ class TraceFilter(Filter):
         if self.model is not None:
             wanted.append(requests.c.model_name == self.model)
         if self.resumed_from is not None:
-            names = (
-                requests.c.source_request_id,
-                requests.c.source_external_request_id,
+            external = requests.c.source_external_request_id
+            wanted.append(
+                or_(
+                    requests.c.source_request_id == self.resumed_from,
+                    external.in_(external_ids(self.resumed_from)),
+                )
             )
-            wanted.append(or_(*(name == self.resumed_from for name in names)))
         if self.min_reprefilled is not None:
             wanted.append(self.min_reprefilled <= _REPREFILLED)
         if self.min_preemptions is not None:

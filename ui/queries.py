@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 
 from event_consumer import tables
+from event_consumer.request_ids import external_ids
 from ui.connection import StoreConnection
 
 requests, checkpoints, engines = tables.requests, tables.checkpoints, tables.engines
@@ -208,7 +209,8 @@ class Queries:
         return int(row["n"]) if row else 0
 
     def requests_by_id(self, request_id: str, limit: int = 20) -> list[Row]:
-        """Requests whose external or core id is ``request_id``, newest first.
+        """Requests whose external or core id is ``request_id``, newest first; of a
+        completion also without its prompt's number.
 
         Several, where two engines served a request of one id.
         """
@@ -216,7 +218,7 @@ class Queries:
         newest = c.last_event_ns.desc()
         external = request_id.rpartition("-")[0] or request_id
         by_index = or_(
-            c.external_request_id == request_id,
+            c.external_request_id.in_(external_ids(request_id)),
             and_(c.external_request_id == external, c.request_id == request_id),
         )
         found = self._all(

@@ -521,3 +521,29 @@ def test_a_count_beyond_what_a_store_holds_is_refused(store_url):
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
     assert "more than a store holds" in result.output
+
+
+def test_a_completion_is_found_by_the_id_that_its_client_was_told(
+    tmp_path, make_request
+):
+    """``cmpl-…``; vLLM calls its prompts ``cmpl-…-0``, ``cmpl-…-1``."""
+    first = make_request("cmpl-a1-0")
+    second = make_request("cmpl-a1-12")
+    resumed = make_request(
+        "chatcmpl-7",
+        source_request_id=first.request_id,
+        source_external_request_id="cmpl-a1-0",
+    )
+    others = [make_request("cmpl-a1-x"), make_request("cmpl-a12-0")]
+    others += [make_request("mine"), make_request("mine-0")]
+    url = f"sqlite:///{tmp_path}/completions.db"
+    with Store(url) as store:
+        store.commit(ChangeSet.of(requests=[first, second, resumed, *others]))
+
+    def found(options: str) -> set[str]:
+        return {t["external_request_id"] for t in ask(url, options)["traces"]}
+
+    assert found("--request cmpl-a1") == {"cmpl-a1-0", "cmpl-a1-12"}
+    assert found("--request cmpl-a1-0") == {"cmpl-a1-0"}
+    assert found("--resumed-from cmpl-a1") == {"chatcmpl-7"}
+    assert found("--request mine") == {"mine"}

@@ -418,6 +418,16 @@ def test_an_id_that_two_engines_served(open_page, empty_url):
     assert page_content.figures(at)["Reused"] == "10"
 
 
+def test_a_completion_is_found_by_the_id_that_its_client_was_told(open_page, empty_url):
+    engine = seeded_store.engine_row(1, "prod", 10**18)
+    row = seeded_store.request_row(
+        engine, "cmpl-a1-0", 10**18, num_prompt_tokens=100, num_cached_tokens=10
+    )
+    add(empty_url, engines=[engine], requests=[row])
+    at = open_page(empty_url, "request", request="cmpl-a1")
+    assert page_content.figures(at)["Reused"] == "10"
+
+
 def test_jaeger(open_page, seeded_url, monkeypatch):
     wanted = {"request": "chatcmpl-arm-on-turn-1"}
     at = open_page(seeded_url, "request", **wanted)
