@@ -43,6 +43,12 @@ ENVIRONMENT_VARIABLES: Final = (
     SERVE_ENV,
 )
 
+_OUR_PREFIXES: Final = (
+    "VLLM_CHECKPOINT",
+    "VLLM_PREFIX_CACHE_RETAIN",
+    "VLLM_PREFIX_CACHE_RETENTION",
+)
+
 PUBLISH_ON: Final = ("stop", "length", "abort", "preempt")
 OVERFLOW_POLICIES: Final = ("drop_oldest", "drop_newest")
 MAX_PORT: Final = 65_535
@@ -211,6 +217,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for a mistyped name, or an empty string."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence on each variable that looks like one of ours and is none."""
+    ours = (RETAIN_ENV, RETENTION_ENV, RETENTION_INTERVAL_ENV)
+    return [
+        f"The environment variable {name} is not read{nearest(name, ours)}: unset or "
+        "correct it."
+        for name in sorted(environ)
+        if name.startswith(_OUR_PREFIXES) and name not in ours
+    ]
 
 
 def _parse_switch(name: str, text: str | None) -> bool | None:

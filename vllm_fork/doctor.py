@@ -7,9 +7,9 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from vllm_fork import endpoints
+from vllm_fork import endpoints, prefix_grid
 from vllm_fork.activation import why_inactive
 from vllm_fork.config import (
     RETAIN_ENV,
@@ -18,8 +18,12 @@ from vllm_fork.config import (
     SettingsError,
     exposure_warning,
     load_settings,
+    misspelt_variables,
 )
 from vllm_fork.server_arguments import why_no_address, why_no_model
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 SWITCHED_OFF: Final = "Retention is switched off in the settings."
 Level = Literal["ok", "note", "problem"]
@@ -98,6 +102,8 @@ def examine(arguments: Sequence[str], environ: MutableMapping[str, str]) -> Repo
         report.add("plugin", "problem", problem)
     else:
         report.add("plugin", "ok", "vLLM loads it in each of its processes.")
+    for sentence in misspelt_variables(environ):
+        report.add("settings", "note", sentence)
     settings = _examine_settings(report, environ, plain)
     obstacle = report.first_problem
     if settings is not None:
@@ -239,3 +245,17 @@ def _examine_model(report: Report, arguments: Sequence[str]) -> None:
         return
     decision = decide(config)
     report.retention, report.reason = decision.retention, decision.reason
+    if decision.retention == "on":
+        settings = load_settings(os.environ, config.additional_config)
+        _examine_grid(report, settings, config)
+
+
+def _examine_grid(report: Report, settings: Settings, config: VllmConfig) -> None:
+    """What the engine would find out once the model is loaded."""
+    block_size = prefix_grid.expected_block_size(config)
+    refusal = prefix_grid.why_engine_refuses(config, block_size)
+    if refusal:
+        report.retention, report.reason = "refused", refusal
+        return
+    for sentence in prefix_grid.notes(config, settings, block_size):
+        report.add("prefixes", "note", sentence)

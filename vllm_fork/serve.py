@@ -13,7 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_fork.activation import why_inactive
-from vllm_fork.config import SERVE_ENV, SettingsError, load_settings
+from vllm_fork.config import (
+    SERVE_ENV,
+    SettingsError,
+    load_settings,
+    misspelt_variables,
+)
 from vllm_fork.server_arguments import why_no_address, why_no_model
 
 if TYPE_CHECKING:
@@ -31,6 +36,8 @@ def serve(arguments: Sequence[str]) -> None:
         ServeError: not started, and why.
     """
     os.environ[SERVE_ENV] = "1"
+    for sentence in misspelt_variables(os.environ):
+        print(f"vllm-fork: warning: {sentence}", file=sys.stderr)
     problem = why_inactive(os.environ)
     if problem:
         raise ServeError(problem)

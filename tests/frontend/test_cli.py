@@ -13,7 +13,7 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from vllm_fork import activation, plugin
+from vllm_fork import activation, plugin, prefix_grid
 from vllm_fork.cli import app
 from vllm_fork.config import RETAIN_ENV, RETENTION_ENV, SERVE_ENV
 
@@ -89,6 +89,15 @@ def test_bad_environment_is_told_before_anything_is_loaded(environ, sentence):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_misspelt_variable_is_told_before_the_server_starts():
+    misspelt = "VLLM_CHECKPOINT_RETENTON"
+    done = run("vllm-fork", "serve", **{misspelt: "{}", RETENTION_ENV: "{"})
+    assert done.stderr.splitlines()[0] == (
+        f"vllm-fork: warning: The environment variable {misspelt} is not read (did you "
+        f"mean {RETENTION_ENV!r}?): unset or correct it."
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -134,7 +143,7 @@ def quiet_environment(monkeypatch):
 @pytest.mark.usefixtures("quiet_environment")
 class TestDoctor:
     def test_hybrid_model(self, hybrid_model):
-        options = ("--max-model-len", "2048", "--port", "0")
+        options = ("--prefix-match-unit", "16", "--port", "0")
         report, code = doctor(str(hybrid_model), *options)
         assert (report["retention"], report["reason"], code) == ("on", None, 0)
         assert {f["subject"] for f in report["findings"]} == {
@@ -149,6 +158,44 @@ class TestDoctor:
         report, code = doctor(str(dense_model))
         assert (report["retention"], code) == ("off", 1)
         assert report["reason"].startswith("LlamaForCausalLM is not a hybrid model")
+
+    @pytest.mark.parametrize(
+        ("arguments", "sentence"),
+        [
+            (
+                ["--prefix-match-unit", "17"],
+                "--prefix-match-unit 17 does not divide the block size of 384 tokens "
+                "that vLLM chooses for this model: take one that does, such as 16.",
+            ),
+            (
+                ["--prefix-cache-retention-interval", "400"],
+                "--prefix-cache-retention-interval 400 is no multiple of the block "
+                "size of 384 tokens that vLLM chooses for this model: take 0, or 768.",
+            ),
+        ],
+    )
+    def test_what_the_engine_would_refuse(self, hybrid_model, arguments, sentence):
+        report, code = doctor(str(hybrid_model), *arguments)
+        assert (report["retention"], code) == ("refused", 1)
+        assert report["reason"] == sentence
+
+    @pytest.mark.parametrize("unit", [[], ["--prefix-match-unit", "384"]])
+    def test_what_is_lost_without_a_fine_unit(self, hybrid_model, unit, monkeypatch):
+        copies = json.loads(FREE[RETENTION_ENV]) | {"copy_interval": 384}
+        monkeypatch.setenv(RETENTION_ENV, json.dumps(copies))
+        report, code = doctor(str(hybrid_model), *unit, "--port", "0")
+        assert (report["retention"], code) == ("on", 0)
+        sentences = [f["sentence"] for f in report["findings"]]
+        assert any("at block ends (every 384 tokens) and exact" in s for s in sentences)
+        assert any("No rolling copy will be made every 384" in s for s in sentences)
+
+    def test_a_block_size_that_only_the_engine_knows(self, hybrid_model, monkeypatch):
+        monkeypatch.setattr(prefix_grid, "expected_block_size", lambda _: None)
+        arguments = ("--prefix-match-unit", "17", "--port", "0")
+        report, code = doctor(str(hybrid_model), *arguments)
+        assert (report["retention"], code) == ("on", 0)
+        sentences = [f["sentence"] for f in report["findings"]]
+        assert any("17 must divide the block size, which only" in s for s in sentences)
 
     def test_argument_that_prevents_it(self, hybrid_model):
         report, code = doctor(str(hybrid_model), "--no-enable-prefix-caching")
@@ -208,6 +255,13 @@ class TestDoctor:
         report, code = doctor("some-model")
         assert (report["retention"], code) == ("refused", 1)
         assert "did you mean 'retain'" in report["reason"]
+
+    def test_misspelt_variable(self, monkeypatch):
+        monkeypatch.setenv("VLLM_PREFIX_CACHE_RETAIN_DECODE_CHECKPOINT", "1")
+        report, code = doctor()
+        assert code == 0
+        sentences = [f["sentence"] for f in report["findings"]]
+        assert any(f"did you mean {RETAIN_ENV!r}?" in s for s in sentences)
 
     def test_taken_port(self, monkeypatch):
         with zmq.Context() as context, context.socket(zmq.PUB) as taken:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_fork.config import (
+    ENVIRONMENT_VARIABLES,
     RETAIN_ENV,
     RETENTION_ENV,
+    RETENTION_INTERVAL_ENV,
     SERVE_ENV,
     EventSettings,
     Settings,
@@ -21,6 +23,7 @@ from vllm_fork.config import (
     endpoint_of_rank,
     exposure_warning,
     load_settings,
+    misspelt_variables,
 )
 
 
@@ -245,3 +248,24 @@ def test_keys_or_silence_about_exposure():
         enabled=True, endpoint="tcp://*:1", curve_secret_key_file="engine.key_secret"
     )
     assert exposure_warning(events) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("VLLM_CHECKPOINT_RETENTON", RETENTION_ENV),
+        ("VLLM_PREFIX_CACHE_RETAIN_DECODE_CHECKPOINT", RETAIN_ENV),
+        ("VLLM_PREFIX_CACHE_RETENTION_INTERVALS", RETENTION_INTERVAL_ENV),
+    ],
+)
+def test_misspelt_variable_is_told_with_the_nearest(name, meant):
+    (sentence,) = misspelt_variables({name: "1", meant: "1", "VLLM_USE_V2": "1"})
+    assert sentence == (
+        f"The environment variable {name} is not read (did you mean {meant!r}?): unset "
+        "or correct it."
+    )
+
+
+def test_variables_of_others_are_not_ours():
+    ours = dict.fromkeys(ENVIRONMENT_VARIABLES, "1")
+    assert misspelt_variables({"VLLM_PREFIX_CACHE_X": "1", **ours}) == []
