@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -162,3 +164,15 @@ def test_an_endpoint_named_twice_is_one_stream():
 )
 def test_the_address_of_the_status_server(http, address):
     assert ConsumerSettings(http=http).http_address() == address
+
+
+@pytest.mark.parametrize("document", ["docs/consumer.md", "docs/operations.md"])
+def test_who_is_shown_a_postgresql_is_told_what_brings_its_driver(document):
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert any(
+        "psycopg" in need for need in extras["optional-dependencies"]["postgres"]
+    )
+    text = (root / document).read_text()
+    assert "postgresql://" in text
+    assert "pip install '.[postgres]'" in text
