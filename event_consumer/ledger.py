@@ -7,6 +7,7 @@ its end may be missing. What is then known is kept, and marked incomplete.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any, Final, NamedTuple
@@ -35,7 +36,11 @@ from event_consumer.records import (
     RequestRecord,
     Snapshot,
 )
-from event_consumer.storable import MAX_BLOCK_HASH, storable
+from event_consumer.storable import (
+    MAX_BLOCK_HASH,
+    make_names_storable,
+    storable,
+)
 from vllm_fork.events import (
     AnyEvent,
     CheckpointDiscarded,
@@ -103,10 +108,12 @@ class _Epoch(msgspec.Struct):
     engine: EngineRecord
     lives: dict[str, _Life]
     live: dict[int, _Live]
-    lingering: dict[str, _Life]
+    lingering: OrderedDict[str, _Life]
     by_hash: dict[str, CheckpointRecord]
     """Published checkpoints by their block hash."""
-    recent: dict[str, None]
+    recent: OrderedDict[str, None]
+    """Requests that ended last. Taking the oldest out of a plain dict, again and again,
+    walks over all that were taken before."""
     applied_seq: int = -1
 
 
@@ -144,7 +151,7 @@ class Ledger:
     def restore(self, snapshot: Snapshot) -> None:
         """Go on where a former consumer's store stands."""
         for engine in snapshot.engines:
-            self._epochs[engine.engine_id] = _Epoch(engine, {}, {}, {}, {}, {})
+            self._epochs[engine.engine_id] = _new_epoch(engine)
         for stream in snapshot.streams:
             if stream.engine_id in self._epochs:
                 self._current[stream.endpoint] = stream.engine_id
@@ -306,7 +313,7 @@ class Ledger:
             label=batch.label,
             model_name=batch.model_name,
         )
-        epoch = self._epochs[batch.engine_id] = _Epoch(engine, {}, {}, {}, {}, {})
+        epoch = self._epochs[batch.engine_id] = _new_epoch(engine)
         return epoch
 
     def _supersede(self, endpoint: str, engine_id: str) -> None:
@@ -362,7 +369,7 @@ class Ledger:
             del lingering[request_id]
             self._close(life)
         while len(epoch.recent) > MAX_RECENT:
-            del epoch.recent[next(iter(epoch.recent))]
+            epoch.recent.popitem(last=False)
         while len(epoch.lives) > MAX_OPEN_REQUESTS:
             life = epoch.lives.pop(next(iter(epoch.lives)))
             life.request.incomplete = True
@@ -420,6 +427,7 @@ class Ledger:
         if life is None:
             if request_id in epoch.recent:
                 return None
+            make_names_storable(event)
             engine = epoch.engine
             engine_id = engine.engine_id
             trace_id, span_id = trace_ids.request_ids(
@@ -573,8 +581,11 @@ class Ledger:
     ) -> CheckpointRecord:
         engine_id = epoch.engine.engine_id
         if life is not None:
-            trace_id = life.request.trace_id
+            request = life.request
+            trace_id, external_id = request.trace_id, request.external_request_id
         else:
+            make_names_storable(event)
+            external_id = event.external_request_id
             trace_id = trace_ids.trace_id(
                 engine_id, event.request_id, event.traceparent
             )
@@ -582,7 +593,7 @@ class Ledger:
             engine_id=engine_id,
             checkpoint_id=event.checkpoint_id,
             request_id=event.request_id,
-            external_request_id=event.external_request_id,
+            external_request_id=external_id,
             boundary=event.boundary,
             boundary_kind=event.boundary_kind,
             trace_id=trace_id,
@@ -647,6 +658,10 @@ class Ledger:
         self._checkpoints[id(checkpoint)] = checkpoint
         if self._tells:
             self._evictions.append(copy(checkpoint))
+
+
+def _new_epoch(engine: EngineRecord) -> _Epoch:
+    return _Epoch(engine, {}, {}, OrderedDict(), {}, OrderedDict())
 
 
 def _order_of_pins(checkpoint: CheckpointRecord) -> int:

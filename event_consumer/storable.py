@@ -23,6 +23,7 @@ from vllm_fork.events import (
     CheckpointEvicted,
     EngineStarted,
     EventBatch,
+    RequestEvent,
     RequestFinished,
 )
 
@@ -30,6 +31,7 @@ MAX_NAME: Final = 512
 """Characters of a name that a client or an operator chooses."""
 
 _DIGEST_BYTES: Final = 8
+_REPEATED: Final = ("external_request_id", "session_id", "traceparent", "tracestate")
 
 
 def storable(text: str, limit: int = sys.maxsize) -> str:
@@ -46,7 +48,8 @@ def storable(text: str, limit: int = sys.maxsize) -> str:
 
 
 def make_storable(batch: EventBatch, events: Iterable[AnyEvent]) -> None:
-    """Change what no store takes in the header of ``batch`` and in ``events``."""
+    """Change what no store takes in the header of ``batch`` and in ``events``, but for
+    what :func:`make_names_storable` is for."""
     batch.engine_id = storable(batch.engine_id, MAX_ENGINE_ID)
     batch.label = storable(batch.label, MAX_NAME)
     batch.model_name = storable(batch.model_name, MAX_NAME)
@@ -64,6 +67,15 @@ def make_storable(batch: EventBatch, events: Iterable[AnyEvent]) -> None:
             event.age_s = 0.0
 
 
+def make_names_storable(event: RequestEvent) -> None:
+    """Change what no store takes in the names that a request's events repeat: they are
+    read of the first one only."""
+    for name, limit in _NAMES:
+        text = getattr(event, name)
+        if text is not None and ("\0" in text or len(text) > limit):
+            setattr(event, name, storable(text, limit))
+
+
 def _width(table: Table, column: str) -> int:
     """How many characters a column takes."""
     return getattr(table.c[column].type, "length", None) or sys.maxsize
@@ -74,11 +86,12 @@ MAX_BLOCK_HASH: Final = _width(tables.checkpoints, "block_hash")
 
 
 def _texts(kind: type) -> list[tuple[str, int]]:
-    """The text fields of an event type, and how many characters each may have."""
+    """The text fields of an event type that are read of each event, and how many
+    characters each may have."""
     return [
         (field.name, _limit(field.name))
         for field in msgspec.structs.fields(kind)
-        if field.type in (str, str | None)
+        if field.type in (str, str | None) and field.name not in _REPEATED
     ]
 
 
@@ -91,4 +104,5 @@ def _limit(field: str) -> int:
     return sys.maxsize
 
 
+_NAMES: Final = [(name, _limit(name)) for name in _REPEATED]
 _TEXTS: Final = {kind: _texts(kind) for kind in typing.get_args(AnyEvent)}

@@ -212,17 +212,26 @@ class CheckpointPublisher:
             self._close(self._deadline)
 
     def _round(self) -> None:
-        self._wait()
+        is_asked = self._wait()
         if self._errors and time.monotonic() >= self._next_bind:
             self._open()
-        self._replay_progress = self._serve_replays()
+        if self._replay is not None and is_asked:
+            self._replay.receive()
+        self._replay_progress = self._send_replays()
         while self._deadline is None and self._send_batch():
-            self._replay_progress |= self._serve_replays()
+            self._replay_progress |= self._send_replays()
         if time.monotonic() - self._last_send >= self._settings.heartbeat_s:
             self._send_heartbeat()
 
-    def _wait(self) -> None:
-        """Sleep until there is something to do, but not less than the interval."""
+    def _wait(self) -> bool:
+        """Sleep until there is something to do, but not less than the interval.
+
+        Each call that lets the interpreter lock go asks the scheduler's thread to
+        give it back: nothing is read that is not there.
+
+        Returns:
+            Whether somebody asks for a replay.
+        """
         until_flush = self._last_send + FLUSH_INTERVAL_S - time.monotonic()
         if self._replay_progress:
             timeout = 0.0
@@ -237,10 +246,11 @@ class CheckpointPublisher:
         poller.register(self._wake_read, zmq.POLLIN)
         if self._replay_socket is not None:
             poller.register(self._replay_socket, zmq.POLLIN)
-        poller.poll(math.ceil(timeout * 1000))
+        ready = dict(poller.poll(math.ceil(timeout * 1000)))
         self._asleep = False
-        with contextlib.suppress(BlockingIOError):
+        if self._wake_read in ready:
             os.read(self._wake_read, 4096)
+        return self._replay_socket in ready
 
     def _has_work(self) -> bool:
         return self._publisher is not None and bool(self._queue or self._unannounced())
@@ -261,10 +271,9 @@ class CheckpointPublisher:
             due = min(due, now + REPLAY_RETRY_S)
         return max(0.0, due - now)
 
-    def _serve_replays(self) -> bool:
-        if self._replay is None:
+    def _send_replays(self) -> bool:
+        if self._replay is None or not self._replay.num_readers:
             return False
-        self._replay.receive()
         return self._replay.send(REPLAY_BATCHES_PER_ROUND)
 
     def _send_batch(self) -> bool:
@@ -418,7 +427,9 @@ class CheckpointPublisher:
     def _drain(self, deadline: float) -> None:
         while time.monotonic() < deadline:
             sent = self._send_batch()
-            if not self._serve_replays() and not sent:
+            if self._replay is not None:
+                self._replay.receive()
+            if not self._send_replays() and not sent:
                 return
 
     def _close(self, deadline: float) -> None:

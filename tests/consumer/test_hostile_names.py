@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from event_consumer import tables
-from event_consumer.storable import make_storable, storable
+from event_consumer.storable import make_names_storable, make_storable, storable
 from vllm_fork.events import (
     AnyEvent,
     CheckpointDiscarded,
@@ -22,6 +22,7 @@ from vllm_fork.events import (
     EventBatch,
     EventsDropped,
     PrefixReused,
+    RequestEvent,
     RequestFinished,
     seq_to_bytes,
 )
@@ -80,6 +81,9 @@ def test_every_text_is_made_storable():
     events = hostile(BAD)
     batch = EventBatch(1.0, list(events), 0, engine_id=BAD, label=BAD, model_name=BAD)
     make_storable(batch, events)
+    for event in events:
+        if isinstance(event, RequestEvent):
+            make_names_storable(event)
     assert b"\\u0000" not in msgspec.json.encode(batch)
     assert len(batch.engine_id) == 64
     for event in events:
