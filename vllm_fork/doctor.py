@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -95,6 +96,8 @@ def examine(arguments: Sequence[str], environ: MutableMapping[str, str]) -> Repo
     environ[SERVE_ENV] = "1"
     environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # It warns, of each operator on a CPU, that there is no Triton.
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
     _examine_versions(report)
     problem = why_inactive(environ)

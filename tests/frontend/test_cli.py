@@ -140,6 +140,12 @@ def quiet_environment(monkeypatch):
     monkeypatch.setattr(plugin, "serving_pid", None)
 
 
+def test_doctor_keeps_the_warning_of_torch_to_itself(hybrid_model):
+    done = run("vllm-fork", "doctor", str(hybrid_model), "--port", "0", **FREE)
+    assert done.returncode == 0, done.stdout
+    assert "Triton not available" not in done.stderr
+
+
 @pytest.mark.usefixtures("quiet_environment")
 class TestDoctor:
     def test_hybrid_model(self, hybrid_model):
