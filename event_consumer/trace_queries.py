@@ -444,8 +444,9 @@ def _why(
             "what came before it otherwise"
         )
     for checkpoint in sorted(before, key=lambda row: -row["boundary"]):
-        if _is_deeper(checkpoint, request) and _was_evicted(checkpoint, request):
-            return _evicted(checkpoint)
+        evicted = _evicted(checkpoint, begin_ns(request))
+        if evicted is not None and _is_deeper(checkpoint, request):
+            return evicted
     if limit == "prompt_end" and not _goes_beyond(request, previous):
         return _LIMITS[limit]
     if _resumed_from(request, previous):
@@ -511,13 +512,12 @@ def _was_there(checkpoint: Row, request: Row) -> bool:
     )
 
 
-def _was_evicted(checkpoint: Row, request: Row) -> bool:
-    evicted_ns = checkpoint["evicted_ns"]
-    return evicted_ns is not None and evicted_ns < begin_ns(request)
-
-
-def _evicted(checkpoint: Row) -> str:
-    return (
-        f"the turn before's checkpoint at {checkpoint['boundary']} was evicted "
-        f"({checkpoint['eviction_reason']}) before this turn came"
-    )
+def _evicted(checkpoint: Row, arrival_ns: int) -> str | None:
+    """What of it was evicted before ``arrival_ns``, in words."""
+    name = f"the turn before's checkpoint at {checkpoint['boundary']}"
+    if (checkpoint["evicted_ns"] or arrival_ns) < arrival_ns:
+        reason = checkpoint["eviction_reason"]
+        return f"{name} was evicted ({reason}) before this turn came"
+    if (checkpoint["attention_evicted_ns"] or arrival_ns) < arrival_ns:
+        return f"attention blocks under {name} were evicted before this turn came"
+    return None

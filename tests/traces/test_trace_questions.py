@@ -239,19 +239,28 @@ def test_the_log_query_names_what_a_late_eviction_tells(story):
 
 
 @pytest.mark.parametrize(
-    ("evicted_s", "why"),
+    ("evicted_s", "attention_evicted_s", "why"),
     [
         (
+            None,
             None,
             "the turn before's checkpoint at 7500 (exact_tail) was not continued: "
             "this prompt renders what came before it otherwise",
         ),
         (
+            None,
             10,
+            "attention blocks under the turn before's checkpoint at 7500 were evicted "
+            "before this turn came",
+        ),
+        (
+            10,
+            None,
             "the turn before's checkpoint at 7500 was evicted (lru) before this turn "
             "came",
         ),
         (
+            99,
             99,
             "the turn before's checkpoint at 7500 (exact_tail) was not continued: "
             "this prompt renders what came before it otherwise",
@@ -259,10 +268,12 @@ def test_the_log_query_names_what_a_late_eviction_tells(story):
     ],
 )
 def test_why_a_turn_resumed_at_the_shallower_of_two(
-    tmp_path, make_request, make_checkpoint, evicted_s, why
+    tmp_path, make_request, make_checkpoint, evicted_s, attention_evicted_s, why
 ):
     first = make_request("first", retained_boundary=7500)
     evicted = {"evicted_ns": evicted_s * SECOND} if evicted_s else {}
+    if attention_evicted_s:
+        evicted["attention_evicted_ns"] = attention_evicted_s * SECOND
     checkpoints = [
         make_checkpoint(first, 1, boundary=7392),
         make_checkpoint(
@@ -270,7 +281,7 @@ def test_why_a_turn_resumed_at_the_shallower_of_two(
             2,
             boundary=7500,
             boundary_kind="exact_tail",
-            eviction_reason="lru" if evicted else None,
+            eviction_reason="lru" if evicted_s else None,
             **evicted,
         ),
     ]
