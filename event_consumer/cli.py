@@ -371,7 +371,7 @@ def _headline(found: Row) -> Iterator[str]:
     read = [stream for stream in streams if stream["consumed"]]
     troubles = {
         "not read: no consumer is there for": [s for s in streams if s not in read],
-        "not connected: nobody listens at": [
+        "not connected: no engine answers at": [
             s for s in read if s["state"] == DISCONNECTED
         ],
         "catching up:": [s for s in read if s["state"] == REPLAYING],

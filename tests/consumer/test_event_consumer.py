@@ -477,13 +477,13 @@ def test_health_shows_what_was_lost(asked):
             [("live", 0), ("disconnected", 0)],
             "disconnected",
             1,
-            "1 of 2 streams is not connected: nobody listens at tcp://engine:1.",
+            "1 of 2 streams is not connected: no engine answers at tcp://engine:1.",
         ),
         (
             [("disconnected", 0)] * 5,
             "disconnected",
             0,
-            "5 of 5 streams are not connected: nobody listens at tcp://engine:0, "
+            "5 of 5 streams are not connected: no engine answers at tcp://engine:0, "
             "tcp://engine:1, tcp://engine:2 and 2 more.",
         ),
         (
