@@ -10,9 +10,9 @@ real publisher. Requests start at lengths spread over a block, so that block bou
 and copies spread over the steps.
 
 The arms take turns of a few steps in an order drawn anew each round, so that all meet
-the same machine. A ratio is that of an arm's median step in a round to the mean of the
-stock arms' in the same round; its median over all rounds is told. Time is the CPU time
-of the stepping thread, which other work on the machine stretches less; ``--clock
+the same machine. A ratio is that of an arm's median step in a round to the median of
+the stock arms' in the same round; its median over all rounds is told. Time is the CPU
+time of the stepping thread, which other work on the machine stretches less; ``--clock
 wall`` shows waits as well::
 
     python benchmarks/scheduler_step.py --json
@@ -224,7 +224,8 @@ def main() -> None:
         weight = math.sqrt(num_running) / sum(map(math.sqrt, todo[i:]))
         share = (deadline - now) * weight
         times = measure(arms, args.rounds, now + share, args.seed)
-        stock = list(map(statistics.mean, zip(*(times[s] for s in STOCK), strict=True)))
+        of_stock = zip(*(times[name] for name in STOCK), strict=True)
+        stock = list(map(statistics.median, of_stock))
         stock_us = statistics.median(stock) * 1e6
         print(
             f"{num_running} running: the median stock step of {len(stock)} rounds "

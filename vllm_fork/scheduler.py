@@ -383,7 +383,7 @@ class CheckpointSchedulerMixin(_Base):
                     copies.park()
             except Exception:
                 self._fail("a scheduled step")
-        if self.observer.collected:
+        if self.observer.has_admission:
             self.observer.flush()
         return output
 
