@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import zmq.auth
@@ -269,3 +274,30 @@ def test_misspelt_variable_is_told_with_the_nearest(name, meant):
 def test_variables_of_others_are_not_ours():
     ours = dict.fromkeys(ENVIRONMENT_VARIABLES, "1")
     assert misspelt_variables({"VLLM_PREFIX_CACHE_X": "1", **ours}) == []
+
+
+def test_the_curve_example_of_the_documentation(tmp_path, monkeypatch):
+    """Run as it stands, up to the server: what it names is there and is loaded."""
+    documentation = Path(__file__).parents[2] / "docs" / "events.md"
+    (example,) = [
+        block
+        for block in re.findall(r"```sh\n(.*?)```", documentation.read_text(), re.S)
+        if "create_certificates" in block
+    ]
+    script = example.replace("vllm-fork serve MODEL", f"printenv {RETENTION_ENV}")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", script],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    events = load(**{RETENTION_ENV: done.stdout}).events
+    assert events.curve_secret_key_file == "keys/engine.key_secret"
+    assert [key.name for key in (tmp_path / "keys/clients").iterdir()] == [
+        "consumer.key"
+    ]
