@@ -7,6 +7,7 @@ stream continues where the store stands.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -59,6 +60,9 @@ DEFAULT_URL: Final = "sqlite:///vllm-fork.db"
 
 SQLITE_BUSY_MS: Final = 1_000
 """How long another writer is waited for. The consumer's loop waits with it."""
+SHORTEN_EVERY_S: Final = 60.0
+BUSY_ROWS: Final = 1_000
+"""Rows a commit from which on SQLite's log is left to grow to its limit."""
 DELETE_CHUNK: Final = 5_000
 """Rows that one transaction of :meth:`Store.delete_older_than` removes."""
 MAX_CLOSED: Final = 32_768
@@ -191,6 +195,7 @@ class Store:
         self.name = self._url.render_as_string(hide_password=True)
         self._read_only = read_only
         self._marks: dict[str, int] = {}
+        self._shortened = time.monotonic()
         self._refuse_memory()
         self._refuse_file()
         try:
@@ -362,6 +367,17 @@ class Store:
                 self._write_marks(connection, marks)
         if marks is not None:
             self._marks = dict(marks)
+        if self.is_local and changes.num_rows < BUSY_ROWS:
+            self._shorten_log()
+
+    def _shorten_log(self) -> None:
+        """Move what a quiet stream left in SQLite's log into the file now and then:
+        the log of a small store should be small."""
+        now = time.monotonic()
+        if now - self._shortened >= SHORTEN_EVERY_S:
+            self._shortened = now
+            with self._sentences("write to"), self.engine.connect() as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _write_marks(self, connection: Connection, marks: Mapping[str, int]) -> None:
         meta = tables.meta

@@ -299,3 +299,18 @@ def test_an_unwritable_store_is_refused_at_the_start(tmp_path):
         url = f"sqlite:///{path}"
     with pytest.raises(StoreError, match=r"readonly|may not write"):
         Store(url)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 61.0])
+def test_a_quiet_stream_leaves_a_short_log(tmp_path, monkeypatch, pause_s):
+    """Each minute what is in SQLite's log goes to the file, and the log begins anew."""
+    now_s = 0.0
+    monkeypatch.setattr("event_consumer.store.time.monotonic", lambda: now_s)
+    with Store(f"sqlite:///{tmp_path}/quiet.db") as store:
+        for number in range(100):
+            now_s += pause_s
+            stream = StreamRecord(endpoint="tcp://a:1", applied_seq=number)
+            store.commit(ChangeSet.of(streams=[stream]))
+        log_bytes = (tmp_path / "quiet.db-wal").stat().st_size
+        made_bytes = 100 * 16_384
+        assert (log_bytes < made_bytes) is (pause_s > 0)
