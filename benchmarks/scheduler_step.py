@@ -9,7 +9,7 @@ objects lie in memory); ``retention`` (block boundaries alone),
 real publisher. Requests start at lengths spread over a block, so that block boundaries
 and copies spread over the steps.
 
-The arms take turns of a few steps in an order drawn anew each round, so that all meet
+The arms take turns of some steps in an order drawn anew each round, so that all meet
 the same machine. A ratio is that of an arm's median step in a round to the median of
 the stock arms' in the same round; its median over all rounds is told. Time is the CPU
 time of the stepping thread, which other work on the machine stretches less; ``--clock
@@ -18,7 +18,8 @@ wall`` shows waits as well::
     python benchmarks/scheduler_step.py --json
 
 prints ``{"ratio": {"<arm>@<running>": …}, "aa_spread": …, "extra_us_per_request_step":
-{…}}``. ``aa_spread`` is the largest distance of a stock arm's ratio from 1.
+{…}}``. A stock arm's ratio is to the mean of the other two; ``aa_spread`` is the
+largest distance of one from 1.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ from vllm_fork.scheduler import with_checkpoints
 BLOCK: Final = 1056
 HASH_UNIT: Final = 16
 SAMPLED_TOKEN: Final = 11
-STEPS_A_TURN: Final = 4
+TURN_S: Final = 0.06
+"""Seconds of a turn at least: the stream's thread does its work of a turn within it."""
+MIN_STEPS: Final = 4
 STOCK: Final = ("stock", "stock_again", "stock_once_more")
 MODES: Final[dict[str, dict[str, Any]]] = {
     "retention": {"exact_tail": False},
@@ -129,9 +132,9 @@ class Arm:
             [r for r in request_ids if r not in kept], RequestStatus.FINISHED_ABORTED
         )
 
-    def turn(self) -> list[float]:
+    def turn(self, num_steps: int) -> list[float]:
         """The step times (s) of a turn."""
-        return [self.step() for _ in range(STEPS_A_TURN)]
+        return [self.step() for _ in range(num_steps)]
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -173,7 +176,8 @@ def measure(
 ) -> dict[str, list[float]]:
     """The median step time (s) of each arm's turns; fewer rounds if time is short."""
     for arm in arms.values():
-        arm.turn()
+        warm_up = arm.turn(MIN_STEPS)
+    num_steps = max(MIN_STEPS, math.ceil(TURN_S / statistics.median(warm_up)))
     # As vLLM's engine core does once it has started.
     gc.collect()
     gc.freeze()
@@ -183,7 +187,7 @@ def measure(
         names = list(arms)
         order.shuffle(names)
         for name in names:
-            times[name].append(statistics.median(arms[name].turn()))
+            times[name].append(statistics.median(arms[name].turn(num_steps)))
         if time.monotonic() > deadline:
             break
     gc.unfreeze()
@@ -220,9 +224,9 @@ def main() -> None:
         for arm in arms.values():
             arm.keep(num_running)
         now = time.monotonic()
-        # A step of more requests takes longer, and is a mean of more.
-        weight = math.sqrt(num_running) / sum(map(math.sqrt, todo[i:]))
-        share = (deadline - now) * weight
+        # A step of more requests takes longer: a turn of few is long enough.
+        weights = [4 + math.sqrt(n) for n in todo[i:]]
+        share = (deadline - now) * weights[0] / sum(weights)
         times = measure(arms, args.rounds, now + share, args.seed)
         of_stock = zip(*(times[name] for name in STOCK), strict=True)
         stock = list(map(statistics.median, of_stock))
@@ -233,9 +237,12 @@ def main() -> None:
             file=sys.stderr,
         )
         for name in arm_settings():
-            turns = times[name]
             label = f"{name}@{num_running}"
-            median = statistics.median(map(operator.truediv, turns, stock))
+            base = stock
+            if name in STOCK:
+                others = zip(*(times[n] for n in STOCK if n != name), strict=True)
+                base = list(map(statistics.mean, others))
+            median = statistics.median(map(operator.truediv, times[name], base))
             ratio[label] = round(median, 4)
             extra[label] = round((median - 1) * stock_us / num_running, 4)
             print(
