@@ -69,9 +69,11 @@ async def serve(
             config=config,
         )
         if status is not None:
+            server, url = status
             with _cannot_listen(settings):
-                await status.serve(service.problems, metrics.prometheus)
-            stack.push_async_callback(status.stop)  # before the metrics' end
+                await server.serve(service.problems, metrics.prometheus)
+            stack.push_async_callback(server.stop)  # before the metrics' end
+            logger.info("Status on %s/healthz and /metrics.", url)
         install_signals(service, stop)
         logger.info(
             "Reading %d endpoint(s) into %s.", len(settings.endpoints), store.name
@@ -89,8 +91,9 @@ def _note_untold(store: Store, tracer: RequestTracer) -> None:
 
 async def _bind_status(
     stack: AsyncExitStack, settings: ConsumerSettings
-) -> StatusServer | None:
-    """Take the address of the status server; None where there is to be none."""
+) -> tuple[StatusServer, str] | None:
+    """Take the address of the status server, and tell its URL; None where there is to
+    be none."""
     address = settings.http_address()
     if address is None:
         return None
@@ -99,8 +102,7 @@ async def _bind_status(
     with _cannot_listen(settings):
         port = await server.bind(host, port)
     stack.push_async_callback(server.stop)
-    logger.info("Status on http://%s:%d/healthz and /metrics.", host, port)
-    return server
+    return server, f"http://{host}:{port}"
 
 
 @contextmanager
