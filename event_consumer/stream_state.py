@@ -506,7 +506,7 @@ class StreamState:
         """Whether the position is false: live batches go on in sequence far below it.
         If so, they are taken."""
         fallen, self._fallen = self._fallen, None
-        if seq > self.applied_seq or self._heard - seq <= self._times.max_waiting:
+        if min(self.applied_seq, self._heard) - seq <= self._times.max_waiting:
             return False
         if fallen is None or fallen[0] != seq - 1:
             self._fallen = (seq, item)
@@ -526,8 +526,8 @@ class StreamState:
         if self._gap is not None:
             self._close_gap(self._gap, self._gap.first_seq)
         lost, self._last_lost = self._last_lost, None
-        if lost is not None and lost.first_seq <= applied_seq + 1 < lost.end_seq:
-            applied_seq = lost.first_seq - 1
+        if lost is not None and applied_seq + 1 < lost.end_seq:
+            applied_seq = min(applied_seq, lost.first_seq - 1)
             self.num_lost -= lost.end_seq - lost.first_seq
             self._close_gap(lost, lost.first_seq)
         self._waiting.clear()

@@ -207,6 +207,8 @@ class StreamMachine(RuleBasedStateMachine):
         self.unreachable[former].update(range(self.publisher.next_seq))
         if not stragglers:
             self.live.clear()
+        # Nothing could tell which is the later of two epochs, both never heard.
+        self.live = [each for each in self.live if each[0] in self.heard()]
         self.replay.clear()
         self.serving = None
         self.publisher.restart(count_on=count_on)
@@ -237,6 +239,7 @@ class StreamMachine(RuleBasedStateMachine):
         del self.live[:count]
 
     @rule(back=st.integers(1, 5))
+    @precondition(lambda self: self.state.connected)
     def repeat(self, back: int) -> None:
         """A batch comes twice, and before the stragglers of the former epoch.
 
@@ -244,8 +247,8 @@ class StreamMachine(RuleBasedStateMachine):
         two is the later.
         """
         seq = self.publisher.next_seq - back
-        heard = {self.state.epoch, *self.reader.applied, *self.reader.lost}
-        if {epoch for epoch, _, _ in self.live} - heard - {self.publisher.epoch}:
+        others = {epoch for epoch, _, _ in self.live} - {self.publisher.epoch}
+        if others - self.heard():
             return
         if seq >= self.publisher.first_seq and seq not in self.publisher.unreadable:
             self.live.insert(0, (self.publisher.epoch, seq, False))
@@ -339,6 +342,10 @@ class StreamMachine(RuleBasedStateMachine):
 
     def take(self, actions: list[Action]) -> None:
         self.reader.take(actions)
+
+    def heard(self) -> set[str | None]:
+        """The epochs that the reader knows of."""
+        return {self.state.epoch, *self.reader.applied, *self.reader.lost}
 
     @invariant()
     def waits_within_bounds(self) -> None:
@@ -774,3 +781,16 @@ def test_thousands_of_endpoints_do_not_mix(seed: int) -> None:
             end(made, 1, epoch=epoch, first_buffered_seq=0, next_seq=sent[which])
         assert made.applied == {epoch: list(range(sent[which]))}
         assert made.state.num_lost == 0
+
+
+def test_late_copies_of_what_was_replayed_rewind_nothing():
+    """A false claim far ahead is no position: what comes late below it came before."""
+    state = StreamState(epoch="e", applied_seq=0)
+    (ask,) = state.on_connected(0.0)
+    for seq in (1, 2):
+        state.on_replayed(ask.attempt, "e", seq, seq, 0.0)
+    state.on_replay_end(ask.attempt, 0.0, first_buffered_seq=0, next_seq=3)
+    state.on_live("e", 1_000_000, "forged", 0.0)
+    for seq in (1, 2):
+        assert state.on_live("e", seq, seq, 0.0) == []
+    assert (state.applied_seq, state.num_duplicates) == (2, 2)
