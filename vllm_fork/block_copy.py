@@ -160,8 +160,7 @@ def resolve_chains(copies: list[Any]) -> list[Any]:
 
     ``copies`` are vLLM's ``KVCacheBlockCopy``, in the order they were queued.
     """
-    filled = {copy.dst_block_id for copy in copies}
-    if filled.isdisjoint([copy.src_block_id for copy in copies]):
+    if not _is_chained(copies):
         return copies
     origin: dict[int, int] = {}
     resolved = []

@@ -129,6 +129,15 @@ def spans(story: Any) -> Iterator[list[ReceivedSpan]]:
         yield receiver.spans()
 
 
+def stored(folder: Path, **records: Any) -> str:
+    """The URL of a new store that holds ``records``, as :meth:`ChangeSet.of` takes
+    them."""
+    url = f"sqlite:///{folder}/records.db"
+    with Store(url) as store:
+        store.commit(ChangeSet.of(**records))
+    return url
+
+
 def ask(store_url: str, options: str) -> dict[str, Any]:
     arguments = ["traces", *shlex.split(options), "--store", store_url, "--json"]
     result = runner.invoke(app, arguments)
@@ -295,9 +304,7 @@ def test_why_a_turn_resumed_at_the_shallower_of_two(
         source_checkpoint_id=1,
         source_boundary=7392,
     )
-    url = f"sqlite:///{tmp_path}/two.db"
-    with Store(url) as store:
-        store.commit(ChangeSet.of(requests=[first, second], checkpoints=checkpoints))
+    url = stored(tmp_path, requests=[first, second], checkpoints=checkpoints)
     (trace,) = ask(url, "--request second")["traces"]
     assert trace["why"] == why
 
@@ -326,9 +333,7 @@ def test_an_answer_that_comes_back_changed_is_told_as_such(
         source_request_id=first.request_id if source_kind == "prompt_replay" else None,
         source_boundary=2144 if source_kind == "prompt_replay" else None,
     )
-    url = f"sqlite:///{tmp_path}/changed.db"
-    with Store(url) as store:
-        store.commit(ChangeSet.of(requests=[first, second], checkpoints=checkpoints))
+    url = stored(tmp_path, requests=[first, second], checkpoints=checkpoints)
     arguments = ["traces", "--request", "second", "--store", url]
     told = runner.invoke(app, arguments).stdout.splitlines()
     assert told[1].endswith("prefilled 558, up to 515 of them again")
@@ -363,9 +368,7 @@ def test_the_same_prompt_sent_again_blames_no_checkpoint(
         source_request_id=first.request_id,
         source_boundary=2192,
     )
-    url = f"sqlite:///{tmp_path}/again.db"
-    with Store(url) as store:
-        store.commit(ChangeSet.of(requests=[first, second], checkpoints=checkpoints))
+    url = stored(tmp_path, requests=[first, second], checkpoints=checkpoints)
     (trace,) = ask(url, "--request second")["traces"]
     assert trace["num_reprefilled_tokens"] == 8
     assert trace["reprefilled_is_upper_bound"] is False
@@ -480,10 +483,7 @@ def test_a_limit_says_how_many_there_are(store_url):
 
 
 def test_ids_cannot_move_the_cursor(tmp_path, make_request):
-    url = f"sqlite:///{tmp_path}/hostile.db"
-    with Store(url) as store:
-        request = make_request("\x1b[2Jevil\r\n")
-        store.commit(ChangeSet.of(requests=[request]))
+    url = stored(tmp_path, requests=[make_request("\x1b[2Jevil\r\n")])
     result = runner.invoke(app, ["traces", "--store", url])
     assert "evil" in result.stdout
     assert "\x1b" not in result.stdout
@@ -547,9 +547,7 @@ def test_a_completion_is_found_by_the_id_that_its_client_was_told(
     )
     others = [make_request("cmpl-a1-x"), make_request("cmpl-a12-0")]
     others += [make_request("mine"), make_request("mine-0")]
-    url = f"sqlite:///{tmp_path}/completions.db"
-    with Store(url) as store:
-        store.commit(ChangeSet.of(requests=[first, second, resumed, *others]))
+    url = stored(tmp_path, requests=[first, second, resumed, *others])
 
     def found(options: str) -> set[str]:
         return {t["external_request_id"] for t in ask(url, options)["traces"]}
