@@ -155,6 +155,8 @@ class RetentionController:
             )
 
         self._next_boundary: dict[str, int] = {}
+        self.unsettled = False
+        """Whether :meth:`accept_outputs` may have anything to look at."""
         self._pending: dict[str, Checkpoint] = {}
         self._promoted: dict[str, Checkpoint] = {}
         # Exact tails and copies, between ``finish`` and ``release``.
@@ -192,12 +194,13 @@ class RetentionController:
             if request.num_computed_tokens >= next_boundary(request_id, 0):
                 self._reach(request)
 
-    @property
-    def unsettled(self) -> bool:
-        """Whether :meth:`accept_outputs` has anything to look at."""
-        if self._pending or self._crossing:
-            return True
-        return self.copies is not None and self.copies.any_unaccepted
+    def queue_copies(
+        self, requests: Mapping[str, Request], scheduled: Mapping[str, int]
+    ) -> None:
+        """Queue the rolling copies that are due: see ``RollingCopies.queue``."""
+        if self.copies is not None:
+            self.copies.queue(requests, scheduled)
+            self.unsettled = True
 
     def accept_outputs(self, requests: Mapping[str, Request]) -> None:
         """Promote the pins whose step's output was accepted.
@@ -205,7 +208,7 @@ class RetentionController:
         Call after ``update_from_output``; requests that ended in it are settled
         by :meth:`finish` already.
         """
-        if (copies := self.copies) is not None and copies.any_unaccepted:
+        if (copies := self.copies) is not None:
             copies.accept(lambda i: executed_tokens(requests[i]))
         for request_id, checkpoint in list(self._pending.items()):
             request = requests[request_id]
@@ -215,6 +218,9 @@ class RetentionController:
                 self._discard_pending(request_id, "rewound")
         for request_id in list(self._crossing):
             self._settle_crossing(requests[request_id])
+        self.unsettled = bool(
+            self._pending or self._crossing or (copies and copies.any_unaccepted)
+        )
 
     def drop_rewound(self, requests: Mapping[str, Request]) -> None:
         """Discard what lies beyond the tokens a request still has.
@@ -236,6 +242,13 @@ class RetentionController:
 
     # -- memory pressure -----------------------------------------------------------
 
+    def is_scarce(self, num_running: int) -> bool:
+        """Whether free blocks are so few that :meth:`may_run_short` has to be asked."""
+        return (
+            self._free_blocks.num_free_blocks
+            < self._step_blocks + num_running * self._most_per_request
+        )
+
     def may_run_short(self, num_running: int) -> bool:
         """Whether a running request's allocation can fail in the coming step.
 
@@ -243,15 +256,12 @@ class RetentionController:
         at most the blocks of ``max_scheduled_tokens``, one each that is begun (more
         with drafts or exported prefill states), and the copies on write still due.
         """
-        if not self._promoted:
-            return False
-        num_free = self._free_blocks.num_free_blocks
-        if num_free >= self._step_blocks + num_running * self._most_per_request:
+        if not self._promoted or not self.is_scarce(num_running):
             return False
         need = self._step_blocks + num_running * self._blocks_per_request
         for manager in self._copying:
             need += len(manager._partial_hit_reqs)
-        return num_free < need
+        return self._free_blocks.num_free_blocks < need
 
     def relieve(self) -> bool:
         """Give back the oldest pin that really holds a block; False if none does.
@@ -384,6 +394,7 @@ class RetentionController:
                 due = self._first_boundary(request)
                 self._first_output_at[request_id] = request.num_tokens
             self._crossing[request_id] = due
+            self.unsettled = True
             self._next_boundary[request_id] = NEVER
             return
         computed = request.num_computed_tokens
@@ -466,6 +477,7 @@ class RetentionController:
         )
         self._pool.touch(blocks)
         self._pending[request.request_id] = checkpoint
+        self.unsettled = True
         self._observer.pinned(checkpoint)
 
     def _promote(self, request_id: str) -> None:

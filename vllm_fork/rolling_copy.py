@@ -75,20 +75,18 @@ class RollingCopies:
         self._spares: dict[str, _Spare] = {}
         self._unpromoted: dict[str, _Spare] = {}
         self._unparked: dict[str, _Spare] = {}
-        # The position a request's running blocks hold until its next step.
-        self._due: dict[str, int] = {}
+        self.has_to_park = False
+        """Whether :meth:`park` has anything to do."""
+        self.due: dict[str, int] = {}
+        """The position a request's running blocks hold until its next step: what
+        :meth:`queue` has to look at."""
         self._closed = False
         self._watcher_error: Exception | None = None
 
     def mark_due(self, request_id: str, boundary: int) -> None:
         """The step just scheduled leaves the state at ``boundary`` in the running
         blocks; the next one has to copy it first."""
-        self._due[request_id] = boundary
-
-    @property
-    def any_due(self) -> bool:
-        """Whether :meth:`queue` has anything to look at."""
-        return bool(self._due)
+        self.due[request_id] = boundary
 
     def queue(
         self, requests: Mapping[str, Request], scheduled: Mapping[str, int]
@@ -99,23 +97,19 @@ class RollingCopies:
         (``_make_cached_request_data``); ``num_computed_tokens`` does not count the
         step yet. ``requests`` are the scheduler's, by id.
         """
-        for request_id in list(self._due):
+        for request_id in list(self.due):
             if request_id in scheduled:
-                boundary = self._due.pop(request_id)
+                boundary = self.due.pop(request_id)
                 request = requests[request_id]
                 if request.num_computed_tokens == boundary:
                     self._queue_one(request, boundary)
-
-    @property
-    def any_unparked(self) -> bool:
-        """Whether :meth:`park` has anything to do."""
-        return bool(self._unparked) or self._watcher_error is not None
 
     def park(self) -> None:
         """Let the pool count the spares as free again; call after ``schedule``.
 
         Raises what a watcher met since, which must not escape into vLLM's pool.
         """
+        self.has_to_park = False
         if self._watcher_error is not None:
             raise self._watcher_error
         for spare in self._unparked.values():
@@ -155,7 +149,7 @@ class RollingCopies:
         None unless it ends right at a boundary, where no copy was queued yet. The
         caller releases one reference to each block.
         """
-        boundary = self._due.get(request.request_id)
+        boundary = self.due.get(request.request_id)
         if boundary is None or request.num_computed_tokens != boundary:
             return None
         if boundary > materialized:
@@ -181,7 +175,7 @@ class RollingCopies:
 
         ``unaccepted``: the reason where its state's step was not accepted yet.
         """
-        self._due.pop(request_id, None)
+        self.due.pop(request_id, None)
         if request_id not in self._spares:
             return
         if unaccepted is not None and request_id in self._unpromoted:
@@ -199,7 +193,7 @@ class RollingCopies:
     def drop_all(self, reason: str) -> None:
         """Discard every copy, and make no more."""
         self._closed = True
-        self._due.clear()
+        self.due.clear()
         spares = [self._take_out(request_id) for request_id in list(self._spares)]
         for spare in spares:
             self._pool.free_blocks(spare.blocks)
@@ -212,7 +206,7 @@ class RollingCopies:
 
     def requests(self) -> set[str]:
         """Ids of the requests that have a copy, or are due for one."""
-        return {*self._spares, *self._due}
+        return {*self._spares, *self.due}
 
     def _promote(self, request_id: str, spare: _Spare) -> None:
         del self._unpromoted[request_id]
@@ -242,6 +236,7 @@ class RollingCopies:
         else:
             return
         self._unpromoted[request_id] = self._unparked[request_id] = spare
+        self.has_to_park = True
         for manager, source, copy in zip(
             self._mamba, sources, spare.blocks, strict=True
         ):
@@ -297,6 +292,7 @@ class RollingCopies:
             except Exception as error:
                 self._spares.pop(request_id, None)
                 self._watcher_error = error
+                self.has_to_park = True
 
         return handed_out
 

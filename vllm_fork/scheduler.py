@@ -74,6 +74,12 @@ class CheckpointSchedulerMixin(_Base):
 
     strict = False
 
+    # Bound by ``with_checkpoints``.
+    _stock_schedule: Callable[[bool], SchedulerOutput]
+    _stock_update_from_output: Callable[
+        [SchedulerOutput, ModelRunnerOutput], dict[int, EngineCoreOutputs]
+    ]
+
     # Until ``_attach`` has run, and in a scheduler that never ran ``__init__``.
     observer = Observer(None, "disabled")
     publisher: CheckpointPublisher | None = None
@@ -83,6 +89,7 @@ class CheckpointSchedulerMixin(_Base):
     _stream_closed = False
     _resetting = False
     _relief_armed = False
+    _repairs_copies = False
     _failed_at: frozenset[str] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -130,11 +137,11 @@ class CheckpointSchedulerMixin(_Base):
                 self.tails,
                 self._copy_interval(settings),
             )
-            self._resolve_chained_copies()
+            self._repairs_copies = True
             if self.mamba_has_prefill_checkpoint_blocks:
                 self._end_chunks_with_blocks()
             if self.retention.copies is not None:
-                self._queue_copies()
+                self._stock_make_cached_request_data = self._make_cached_request_data
         self._found: tuple[str, CachedState | None] = ("", None)
         self._stock_allocate_slots = manager.allocate_slots
         self._follow_lookups()
@@ -259,21 +266,6 @@ class CheckpointSchedulerMixin(_Base):
             shared_prefix_boundary,
         )
 
-    def _resolve_chained_copies(self) -> None:
-        """Repair vLLM's copies of a step on their way out: see ``block_copy``."""
-        manager = self.kv_cache_manager
-        take = manager.take_kv_cache_block_copies
-
-        def take_kv_cache_block_copies() -> Any:
-            copies, retained = take()
-            if len(copies) > 1:
-                copies = resolve_chains(copies)
-            return copies, retained
-
-        manager.take_kv_cache_block_copies = (  # type: ignore[method-assign]
-            take_kv_cache_block_copies
-        )
-
     def _end_chunks_with_blocks(self) -> None:
         """Let no chunk of a prefill run from inside a block over that block's end.
 
@@ -364,22 +356,27 @@ class CheckpointSchedulerMixin(_Base):
 
     # -- a step --------------------------------------------------------------------
 
-    # The hooks that run in every step are written out, not passed to ``_run``: at one
-    # running request a step takes some 40 us.
+    # The two hooks that run in every step: at one running request a step takes some
+    # 70 us. So they are written out, not passed to ``_run``, and they call what
+    # ``with_checkpoints`` bound: ``super()`` looks it up anew each time.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if (retention := self.retention) is not None:
             try:
-                armed = retention.may_run_short(len(self.running))
-                if armed is not self._relief_armed:
-                    self._arm_relief(armed)
+                if self._relief_armed or retention.is_scarce(len(self.running)):
+                    self._arm_relief(retention.may_run_short(len(self.running)))
+                if (copies := retention.copies) is not None and copies.due:
+                    self._arm_copies()
             except Exception:
                 self._fail("a step")
-        output = super().schedule(throttle_prefills)
+        output = self._stock_schedule(throttle_prefills)
+        if output.kv_cache_block_copies is not None and self._repairs_copies:
+            # See ``block_copy``.
+            output.kv_cache_block_copies = resolve_chains(output.kv_cache_block_copies)
         if (retention := self.retention) is not None:
             try:
                 retention.note_scheduled(self.requests, output.num_scheduled_tokens)
-                if (copies := retention.copies) is not None and copies.any_unparked:
+                if (copies := retention.copies) is not None and copies.has_to_park:
                     copies.park()
             except Exception:
                 self._fail("a scheduled step")
@@ -387,28 +384,32 @@ class CheckpointSchedulerMixin(_Base):
             self.observer.flush()
         return output
 
-    def _queue_copies(self) -> None:
-        """Hook the queueing of rolling copies in, where there are any."""
-        make = self._make_cached_request_data
+    def _arm_copies(self) -> None:
+        """Let the coming step queue the rolling copies that are due.
 
-        def make_cached_request_data(
-            running_reqs: list[Request],
-            resumed_reqs: list[Request],
-            num_scheduled_tokens: dict[str, int],
-            *args: Any,
-        ) -> Any:
-            copies = self.retention.copies if self.retention is not None else None
-            if copies is not None and copies.any_due:
-                requests = self.requests
-                self._run("a copy", copies.queue, requests, num_scheduled_tokens)
-            return make(running_reqs, resumed_reqs, num_scheduled_tokens, *args)
+        ``_make_cached_request_data`` runs once a step, after its allocations and
+        before its copies are drained.
+        """
+        self._make_cached_request_data = self._queue_copies
 
-        setattr(self, make.__name__, make_cached_request_data)
+    def _queue_copies(
+        self,
+        running_reqs: list[Request],
+        resumed_reqs: list[Request],
+        num_scheduled_tokens: dict[str, int],
+        *args: Any,
+    ) -> Any:
+        make = self._stock_make_cached_request_data
+        self._make_cached_request_data = make
+        if (retention := self.retention) is not None:
+            requests = self.requests
+            self._run("a copy", retention.queue_copies, requests, num_scheduled_tokens)
+        return make(running_reqs, resumed_reqs, num_scheduled_tokens, *args)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs = self._stock_update_from_output(scheduler_output, model_runner_output)
         if (retention := self.retention) is not None and retention.unsettled:
             try:
                 retention.accept_outputs(self.requests)
@@ -567,7 +568,11 @@ def with_checkpoints(scheduler_cls: type) -> type:
     return type(
         f"Checkpoint{scheduler_cls.__name__}",
         (CheckpointSchedulerMixin, scheduler_cls),
-        {"__module__": scheduler_cls.__module__},
+        {
+            "__module__": scheduler_cls.__module__,
+            "_stock_schedule": scheduler_cls.schedule,
+            "_stock_update_from_output": scheduler_cls.update_from_output,
+        },
     )
 
 
