@@ -85,6 +85,7 @@ class Arm:
             async_scheduling=is_async,
             settings=settings,
         )
+        self.num_running = num_running
         self._in_flight: SchedulerOutput | None = None
         self._is_async = is_async
         self._clock = clock
@@ -131,10 +132,18 @@ class Arm:
         self.scheduler.finish_requests(
             [r for r in request_ids if r not in kept], RequestStatus.FINISHED_ABORTED
         )
+        self.num_running = num_running
 
     def turn(self, num_steps: int) -> list[float]:
         """The step times (s) of a turn."""
-        return [self.step() for _ in range(num_steps)]
+        times = [self.step() for _ in range(num_steps)]
+        if len(self.scheduler.running) != self.num_running:
+            raise SystemExit(
+                f"Only {len(self.scheduler.running)} of {self.num_running} requests "
+                "still run: they have come to their last token. Ask for less time "
+                "(--seconds), or for more running requests as well (--running)."
+            )
+        return times
 
     def close(self) -> None:
         self.scheduler.shutdown()

@@ -1,8 +1,8 @@
 """Turns what the scheduler and the controller do into lifecycle events.
 
-Events of one scheduler step are collected and handed to the publisher once, when its
-output is there (admissions at once) or when a request is freed. Nothing here touches a
-block.
+Events are collected and handed to the publisher once a step, when it is scheduled
+(should it never end, the stream has told who was in it), and when a request is freed.
+Nothing here touches a block.
 """
 
 from __future__ import annotations
@@ -64,16 +64,12 @@ class Observer:
         self._hash_session_ids = hash_session_ids
         self.collected: list[QueuedEvent] = []
         """Events that :meth:`flush` has yet to hand over."""
-        self.has_admission = False
-        """Whether an admission is among them: should the step it is in never end, the
-        stream must have told who was in it."""
         self._seen: dict[str, _Seen] = {}
 
     def flush(self) -> None:
         """Hand the collected events over."""
         if self.collected:
             collected, self.collected = self.collected, []
-            self.has_admission = False
             assert self._publish is not None
             self._publish(collected)
 
@@ -160,7 +156,6 @@ class Observer:
         resumed = seen.admitted or request.num_preemptions > 0
         if not resumed:
             seen.num_cached_tokens = num_cached_tokens
-        self.has_admission = True
         owner = source.owner if source else None
         checkpoint = source.checkpoint if source else None
         self.emit(

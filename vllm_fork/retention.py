@@ -154,7 +154,9 @@ class RetentionController:
                 self._pool, self._mamba, copy_interval, self._ids, observer
             )
 
-        self._next_boundary: dict[str, int] = {}
+        self.next_boundary: dict[str, int] = {}
+        """The ``num_computed_tokens`` at which :meth:`reach` wants to see a request;
+        one that is missing, at once."""
         self.unsettled = False
         """Whether :meth:`accept_outputs` may have anything to look at."""
         self._pending: dict[str, Checkpoint] = {}
@@ -180,19 +182,42 @@ class RetentionController:
 
     # -- scheduling --------------------------------------------------------------
 
-    def note_scheduled(
-        self, requests: Mapping[str, Request], scheduled: Iterable[str]
-    ) -> None:
-        """Pin what the step just scheduled will complete.
+    def reach(self, request: Request) -> None:
+        """Pin what the step just scheduled will complete for ``request``.
 
-        Call after ``schedule``: ``num_computed_tokens`` counts the step. The common
-        case is one comparison a request.
+        Call after ``schedule``, for each scheduled request whose
+        ``num_computed_tokens``, which counts the step, is at its ``next_boundary``.
         """
-        next_boundary = self._next_boundary.get
-        for request_id in scheduled:
-            request = requests[request_id]
-            if request.num_computed_tokens >= next_boundary(request_id, 0):
-                self._reach(request)
+        request_id = request.request_id
+        if request.resumable or request.pooling_params is not None:
+            # The next input of a streaming session may rewrite the last token.
+            self.next_boundary[request_id] = NEVER
+            return
+        if self._speculative:
+            due = self.next_boundary.get(request_id)
+            if due is None:
+                due = self._first_boundary(request)
+                self._first_output_at[request_id] = request.num_tokens
+            self._crossing[request_id] = due
+            self.unsettled = True
+            self.next_boundary[request_id] = NEVER
+            return
+        computed = request.num_computed_tokens
+        boundary = computed // self.block_size * self.block_size
+        first = self._first_boundary(request)
+        self.next_boundary[request_id] = self._next_of_interest(request, first)
+        # A step that ends elsewhere leaves no state *at* the boundary: this skips
+        # a prefill that runs over it (and what such a prefill exports beside it).
+        if boundary == computed and boundary >= first:
+            blocks = self._blocks_at(request_id, boundary)
+            if blocks is not None:
+                self._pin(request, boundary, blocks)
+        elif (
+            self.copies is not None
+            and computed % self.copies.interval == 0
+            and computed >= request.num_prompt_tokens
+        ):
+            self.copies.mark_due(request_id, computed)
 
     def queue_copies(
         self, requests: Mapping[str, Request], scheduled: Mapping[str, int]
@@ -205,7 +230,7 @@ class RetentionController:
     def accept_outputs(self, requests: Mapping[str, Request]) -> None:
         """Promote the pins whose step's output was accepted.
 
-        Call after ``update_from_output``; requests that ended in it are settled
+        Call before ``schedule``; requests that ended since the last one are settled
         by :meth:`finish` already.
         """
         if (copies := self.copies) is not None:
@@ -233,7 +258,7 @@ class RetentionController:
                 request = requests.get(request_id)
                 if request and request.num_computed_tokens < checkpoint.boundary:
                     del held[request_id]
-                    self._next_boundary.pop(request_id, None)
+                    self.next_boundary.pop(request_id, None)
                     self._discard(checkpoint, "rewound")
         if self.copies is not None:
             self.copies.drop_beyond(
@@ -321,7 +346,7 @@ class RetentionController:
         for checkpoint in pinned:
             if not checkpoint.published_monotonic_ns:
                 self._observer.discarded(checkpoint, reason)
-        self._next_boundary.clear()
+        self.next_boundary.clear()
         self._crossing.clear()
         self._first_output_at.clear()
 
@@ -361,7 +386,7 @@ class RetentionController:
             for block in blocks
             if block.ref_cnt != holders[block.block_id]
         ]
-        held = {*self._pending, *self._promoted, *self._next_boundary, *self._crossing}
+        held = {*self._pending, *self._promoted, *self.next_boundary, *self._crossing}
         if self.copies is not None:
             held |= self.copies.requests()
         wrong += [f"request {i} is gone" for i in held - scheduler.requests.keys()]
@@ -380,39 +405,6 @@ class RetentionController:
         )
 
     # -- one step down -----------------------------------------------------------------
-
-    def _reach(self, request: Request) -> None:
-        """``request`` was scheduled past the boundary it was watched for."""
-        request_id = request.request_id
-        if request.resumable or request.pooling_params is not None:
-            # The next input of a streaming session may rewrite the last token.
-            self._next_boundary[request_id] = NEVER
-            return
-        if self._speculative:
-            due = self._next_boundary.get(request_id)
-            if due is None:
-                due = self._first_boundary(request)
-                self._first_output_at[request_id] = request.num_tokens
-            self._crossing[request_id] = due
-            self.unsettled = True
-            self._next_boundary[request_id] = NEVER
-            return
-        computed = request.num_computed_tokens
-        boundary = computed // self.block_size * self.block_size
-        first = self._first_boundary(request)
-        self._next_boundary[request_id] = self._next_of_interest(request, first)
-        # A step that ends elsewhere leaves no state *at* the boundary: this skips
-        # a prefill that runs over it (and what such a prefill exports beside it).
-        if boundary == computed and boundary >= first:
-            blocks = self._blocks_at(request_id, boundary)
-            if blocks is not None:
-                self._pin(request, boundary, blocks)
-        elif (
-            self.copies is not None
-            and computed % self.copies.interval == 0
-            and computed >= request.num_prompt_tokens
-        ):
-            self.copies.mark_due(request_id, computed)
 
     def _next_of_interest(self, request: Request, first: int) -> int:
         """The next position to be told of: a block's end, or a copy's turn."""
@@ -435,9 +427,9 @@ class RetentionController:
         boundary = executed // self.block_size * self.block_size
         is_first = self._first_output_at.pop(request_id, None) is not None
         if boundary < due:
-            self._next_boundary[request_id] = due
+            self.next_boundary[request_id] = due
             return
-        self._next_boundary[request_id] = boundary + self.block_size
+        self.next_boundary[request_id] = boundary + self.block_size
         if is_first and self._exports_prefill_states and executed != boundary:
             return
         blocks = self._blocks_at(request_id, boundary)
@@ -717,7 +709,7 @@ class RetentionController:
         self._pool.free_blocks(checkpoint.blocks)
 
     def _forget(self, request_id: str) -> None:
-        self._next_boundary.pop(request_id, None)
+        self.next_boundary.pop(request_id, None)
         self._crossing.pop(request_id, None)
         self._first_output_at.pop(request_id, None)
 

@@ -8,10 +8,10 @@ request's life:
 ================================  =================================================
 ``get_computed_blocks``           finds exact tails; remembers what an admission found
 ``record_prefix_cache_stats``     the admission took place: ``PrefixReused``
-``schedule``                      arms the relief of pins if memory may run short; after
-                                  ``super()`` pins what the step will complete
+``schedule``                      promotes what was accepted since; arms the relief of
+                                  pins if memory may run short; then pins what the step
+                                  will complete
 ``_make_cached_request_data``     queues rolling copies, after all allocations
-``update_from_output``            promotes what was accepted
 ``_preempt_request``              discards (or publishes) before the blocks go
 ``_free_request``                 publishes before, releases after the blocks go
 ``reset_prefix_cache``            tells a forced reset from a preemption
@@ -51,8 +51,6 @@ from vllm_fork.retention import (
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     _Base = Scheduler
@@ -76,9 +74,6 @@ class CheckpointSchedulerMixin(_Base):
 
     # Bound by ``with_checkpoints``.
     _stock_schedule: Callable[[bool], SchedulerOutput]
-    _stock_update_from_output: Callable[
-        [SchedulerOutput, ModelRunnerOutput], dict[int, EngineCoreOutputs]
-    ]
 
     # Until ``_attach`` has run, and in a scheduler that never ran ``__init__``.
     observer = Observer(None, "disabled")
@@ -356,13 +351,15 @@ class CheckpointSchedulerMixin(_Base):
 
     # -- a step --------------------------------------------------------------------
 
-    # The two hooks that run in every step: at one running request a step takes some
-    # 70 us. So they are written out, not passed to ``_run``, and they call what
+    # The one hook that runs in every step: at one running request a step takes some
+    # 70 us. So it is written out, not passed to ``_run``, and calls what
     # ``with_checkpoints`` bound: ``super()`` looks it up anew each time.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if (retention := self.retention) is not None:
             try:
+                if retention.unsettled:
+                    retention.accept_outputs(self.requests)
                 if self._relief_armed or retention.is_scarce(len(self.running)):
                     self._arm_relief(retention.may_run_short(len(self.running)))
                 if (copies := retention.copies) is not None and copies.due:
@@ -375,12 +372,16 @@ class CheckpointSchedulerMixin(_Base):
             output.kv_cache_block_copies = resolve_chains(output.kv_cache_block_copies)
         if (retention := self.retention) is not None:
             try:
-                retention.note_scheduled(self.requests, output.num_scheduled_tokens)
+                requests, next_boundary = self.requests, retention.next_boundary
+                for request_id in output.num_scheduled_tokens:
+                    request = requests[request_id]
+                    if request.num_computed_tokens >= next_boundary.get(request_id, 0):
+                        retention.reach(request)
                 if (copies := retention.copies) is not None and copies.has_to_park:
                     copies.park()
             except Exception:
                 self._fail("a scheduled step")
-        if self.observer.has_admission:
+        if self.observer.collected:
             self.observer.flush()
         return output
 
@@ -390,7 +391,9 @@ class CheckpointSchedulerMixin(_Base):
         ``_make_cached_request_data`` runs once a step, after its allocations and
         before its copies are drained.
         """
-        self._make_cached_request_data = self._queue_copies
+        self._make_cached_request_data = (  # type: ignore[method-assign]
+            self._queue_copies  # type: ignore[assignment]
+        )
 
     def _queue_copies(
         self,
@@ -400,24 +403,11 @@ class CheckpointSchedulerMixin(_Base):
         *args: Any,
     ) -> Any:
         make = self._stock_make_cached_request_data
-        self._make_cached_request_data = make
+        self._make_cached_request_data = make  # type: ignore[method-assign]
         if (retention := self.retention) is not None:
             requests = self.requests
             self._run("a copy", retention.queue_copies, requests, num_scheduled_tokens)
         return make(running_reqs, resumed_reqs, num_scheduled_tokens, *args)
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        outputs = self._stock_update_from_output(scheduler_output, model_runner_output)
-        if (retention := self.retention) is not None and retention.unsettled:
-            try:
-                retention.accept_outputs(self.requests)
-            except Exception:
-                self._fail("an output")
-        if self.observer.collected:
-            self.observer.flush()
-        return outputs
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
         affected = super()._handle_invalid_blocks(*args, **kwargs)
@@ -427,6 +417,7 @@ class CheckpointSchedulerMixin(_Base):
                 self.retention.drop_rewound,
                 self.requests,
             )
+            self.observer.flush()
         return affected
 
     # -- memory pressure -------------------------------------------------------------
@@ -571,7 +562,6 @@ def with_checkpoints(scheduler_cls: type) -> type:
         {
             "__module__": scheduler_cls.__module__,
             "_stock_schedule": scheduler_cls.schedule,
-            "_stock_update_from_output": scheduler_cls.update_from_output,
         },
     )
 

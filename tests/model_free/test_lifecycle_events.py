@@ -52,9 +52,9 @@ def test_the_stages_of_one_checkpoint(start, is_async):
     assert pinned.num_blocks == len(set(pinned.block_ids)) == 2  # Mamba groups
     assert promoted.supersedes_boundary == BLOCK
     assert published.finish_reason == "stop"
-    # Pinned when the step was scheduled; asynchronous scheduling has the step's
-    # output one turn of the engine later.
-    assert when["CheckpointPromoted"] - when["CheckpointPinned"] == int(is_async)
+    # Pinned when the step was scheduled, promoted when the first step after its output
+    # is; asynchronous scheduling has the output one turn of the engine later.
+    assert when["CheckpointPromoted"] - when["CheckpointPinned"] == 1 + is_async
 
 
 def test_a_checkpoint_is_told_before_the_end_of_its_request(start):

@@ -21,7 +21,7 @@ from vllm_fork.scheduler import CheckpointSchedulerMixin, with_checkpoints
 
 BLOCK = 64
 HOOKS = [
-    (RetentionController, "note_scheduled"),
+    (RetentionController, "reach"),
     (RetentionController, "accept_outputs"),
     (RetentionController, "may_run_short"),
     (RetentionController, "relieve"),
