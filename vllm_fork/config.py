@@ -98,11 +98,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     ``copy_interval``: tokens between rolling copies while decoding, 0 for none, a
     multiple of the hash unit. ``publish_on``: the ends of a request that publish
-    its checkpoint, of :data:`PUBLISH_ON`.
+    its checkpoint, of :data:`PUBLISH_ON`. ``one_step_tokens``: new tokens behind a
+    checkpoint that are prefilled in one step, at most (``short_follow_up``); 0: the
+    last of any prompt run in a step of their own, as in vLLM.
     """
 
     retain: bool = False
     exact_tail: bool = True
+    one_step_tokens: Annotated[int, msgspec.Meta(ge=0)] = 256
     copy_interval: Annotated[int, msgspec.Meta(ge=0)] = 0
     publish_on: frozenset[str] = frozenset({"stop"})
     events: EventSettings = EventSettings()

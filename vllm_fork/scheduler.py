@@ -7,6 +7,7 @@ request's life:
 
 ================================  =================================================
 ``get_computed_blocks``           finds exact tails; remembers what an admission found
+``_mamba_block_aligned_split``    lets a short follow-up run in one step
 ``record_prefix_cache_stats``     the admission took place: ``PrefixReused``
 ``schedule``                      promotes what was accepted since; arms the relief of
                                   pins if memory may run short; then pins what the step
@@ -47,6 +48,7 @@ from vllm_fork.retention import (
     why_no_exact_tail,
     why_unsupported,
 )
+from vllm_fork.short_follow_up import ShortFollowUps
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -81,6 +83,7 @@ class CheckpointSchedulerMixin(_Base):
     cache_index: CacheIndex | None = None
     retention: RetentionController | None = None
     tails: TailIndex | None = None
+    _follow_ups: ShortFollowUps | None = None
     _stream_closed = False
     _resetting = False
     _relief_armed = False
@@ -122,6 +125,7 @@ class CheckpointSchedulerMixin(_Base):
                 self.tails = TailIndex(
                     manager.block_pool, mamba, attention, len(groups)
                 )
+                self._follow_ups = self._short_follow_ups(settings)
             self.retention = RetentionController(
                 manager,
                 settings.publish_on,
@@ -149,6 +153,16 @@ class CheckpointSchedulerMixin(_Base):
             return "off"
         return why_no_exact_tail(
             self.kv_cache_manager, self.num_spec_tokens, self.connector is not None
+        )
+
+    def _short_follow_ups(self, settings: Settings) -> ShortFollowUps | None:
+        if not settings.one_step_tokens or not self.mamba_partial_cache_hit:
+            return None
+        if self.mamba_has_prefill_checkpoint_blocks:
+            # Such a backend exports the state that others end a step for.
+            return None
+        return ShortFollowUps(
+            settings.one_step_tokens, self.hash_block_size, self.block_size
         )
 
     def _make_publisher(self, settings: Settings) -> CheckpointPublisher | None:
@@ -230,7 +244,12 @@ class CheckpointSchedulerMixin(_Base):
         is_enabled = self.kv_cache_manager.prefix_cache_lookup_enabled(request)
         if self.tails is not None and is_enabled:
             hit = self._deepen(request, *hit)
-        self._found = (request.request_id, self._state_at(hit[0]))
+        state = self._state_at(hit[0])
+        self._found = (request.request_id, state)
+        if state is not None and state.checkpoint is not None and self._follow_ups:
+            _, num_cached, junction = hit
+            if self._follow_ups.admit(request, num_cached, junction):
+                self._run_in_one_step(request)
         return hit
 
     def _state_at(self, hit: KVCacheBlocks) -> CachedState | None:
@@ -260,6 +279,26 @@ class CheckpointSchedulerMixin(_Base):
             tail.num_tokens,
             shared_prefix_boundary,
         )
+
+    def _run_in_one_step(self, request: Request) -> None:
+        """Let no step of ``request`` end inside its prompt: see ``short_follow_up``.
+
+        vLLM asks how far the prefill goes right after it looked the prompt up. It asks
+        that for every running request in every step as well, so that its own method is
+        replaced for the next call only.
+        """
+        split = type(self)._mamba_block_aligned_split
+
+        def mamba_block_aligned_split(
+            asked: Request, num_new_tokens: int, *computed: int
+        ) -> int:
+            del self._mamba_block_aligned_split
+            end = asked.num_computed_tokens + sum(computed) + num_new_tokens
+            if asked is request and end == request.num_prompt_tokens:
+                return num_new_tokens
+            return split(self, asked, num_new_tokens, *computed)
+
+        setattr(self, split.__name__, mamba_block_aligned_split)
 
     def _end_chunks_with_blocks(self) -> None:
         """Let no chunk of a prefill run from inside a block over that block's end.
@@ -531,6 +570,7 @@ class CheckpointSchedulerMixin(_Base):
             )
         retention, self.retention = self.retention, None
         self.tails = None
+        self._follow_ups = None
         self._arm_relief(False)
         self.observer.retention_off_reason = "unsupported:internal_error"
         if retention is not None:
