@@ -248,7 +248,7 @@ class CheckpointSchedulerMixin(_Base):
         self._found = (request.request_id, state)
         if state is not None and state.checkpoint is not None and self._follow_ups:
             _, num_cached, junction = hit
-            if self._follow_ups.admit(request, num_cached, junction):
+            if self._follow_ups.includes(request, num_cached, junction):
                 self._run_in_one_step(request)
         return hit
 

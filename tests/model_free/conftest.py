@@ -138,6 +138,7 @@ def start(is_async) -> Iterator[Callable[..., Talk]]:
         stock: bool = False,
         exact_tail: bool = False,
         copy_interval: int = 0,
+        one_step_tokens: int = 256,
         publish_on: Sequence[str] = ("stop",),
         retain: bool = True,
         scheduler_cls: type[Scheduler] | None = None,
@@ -150,6 +151,7 @@ def start(is_async) -> Iterator[Callable[..., Talk]]:
                 "retain": retain,
                 "exact_tail": exact_tail,
                 "copy_interval": copy_interval,
+                "one_step_tokens": one_step_tokens,
                 "publish_on": list(publish_on),
             }
         options = {

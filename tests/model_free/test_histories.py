@@ -160,6 +160,7 @@ class Histories(RuleBasedStateMachine):
         v2_model_runner=st.booleans(),
         exact_tail=st.booleans(),
         copy_units=st.sampled_from([0, 0, 1, 3]),
+        one_step_tokens=st.sampled_from([0, 20, 256]),
         publish_on=st.sampled_from(PUBLISH_ON),
         seed=st.integers(0, 1 << 16),
     )
@@ -176,12 +177,15 @@ class Histories(RuleBasedStateMachine):
         v2_model_runner,
         exact_tail,
         copy_units,
+        one_step_tokens,
         publish_on,
         seed,
     ):
         self.block_size, self.hash_unit = (64, 16) if exports else (32, 4)
         self.max_tokens = num_request_blocks * self.block_size
         self.settings = self.retention_settings(exact_tail, copy_units, publish_on)
+        if self.settings is not None:
+            self.settings["one_step_tokens"] = one_step_tokens
         cls = mode.scheduler
         if self.settings is None:
             cls = without_stock_faults(cls)
