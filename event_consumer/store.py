@@ -294,7 +294,7 @@ class Store:
             raise StoreError(has_a_consumer(self.name, str(error))) from None
         except OSError as error:
             what = f"its lock file {lock.path} cannot be used ({error.strerror})"
-            remedy = "remove it, or change its mode or owner"
+            remedy = "see who may write it and its folder, or name another store"
             raise StoreError(self._cannot("open", Obstacle(what, remedy))) from None
         self._file_lock = lock
 

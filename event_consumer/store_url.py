@@ -173,7 +173,7 @@ def _nearest(name: str, known: list[str]) -> str:
     if close:
         return f"write {close[0]}, or leave it out"
     if len(known) == 1:
-        return f"leave it out: the only one is {known[0]}"
+        return f"leave it out, {known[0]} is the only one"
     return "write one of libpq's, such as connect_timeout or sslmode"
 
 

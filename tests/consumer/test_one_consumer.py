@@ -15,12 +15,19 @@ import tempfile
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import create_engine, text
 
 from event_consumer import tables
-from event_consumer.consumer_lock import FileLock, HeldError, holder, lock_path
+from event_consumer.consumer_lock import (
+    FileLock,
+    HeldError,
+    StreamLocks,
+    holder,
+    lock_path,
+)
 from event_consumer.store import Store, StoreError
 from ui.connection import StoreConnection
 from ui.queries import Queries
@@ -254,6 +261,30 @@ def test_a_lock_file_of_another_user_does_not_keep_a_restart_out():
     finally:
         os.seteuid(0)
         shutil.rmtree(folder)
+
+
+class Pooled:
+    """A session behind a pooler: what the server says it is was told by another."""
+
+    def __init__(self, session) -> None:
+        self._session = session
+        self.info = SimpleNamespace(backend_pid=session.info.backend_pid + 1)
+
+    def __getattr__(self, name: str):
+        return getattr(self._session, name)
+
+
+def test_behind_a_pooler_nothing_is_held_and_that_is_said(postgresql, caplog):
+    """It would keep the lock of a consumer that is no more."""
+    url = postgresql("pooled")
+    with Store(url) as store, store.reading() as connection:
+        session = Pooled(connection.connection.driver_connection)
+        locks = StreamLocks()
+        locks.begin(session)
+        assert locks.hold(session, ["tcp://a:1"], 0) == {}
+        held = text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'")
+        assert connection.scalar(held) == 0
+    assert "would not be noticed" in caplog.text
 
 
 def test_two_streams_of_one_name_in_two_schemas_are_two(postgresql):

@@ -264,7 +264,7 @@ def test_reading_makes_no_store(tmp_path):
         ("sqlite:///x.db?tiemout", "'tiemout', which is not known: write timeout"),
         ("sqlite:///x.db?timeout=", "'timeout' without a value"),
         ("sqlite:///x.db?timeout=1&timeout=2", "'timeout' twice"),
-        ("sqlite:///x.db?passwd=secret", "leave it out: the only one is timeout"),
+        ("sqlite:///x.db?passwd=secret", "leave it out, timeout is the only one"),
         ("sqlite:///file:x.db?mode=ro&uri=true", "'mode', which is not known"),
         ("sqlite://", "is in memory"),
         ("sqlite:///:memory:", "is in memory"),
