@@ -70,7 +70,9 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--stoer", "x"], "unrecognized arguments: --stoer"),
+        (["--stoer", "x"], "--stoer is not an option: write --store."),
+        (["--stoer=x"], "write --store."),
+        (["extra"], "extra is not an option: known are --store, --jaeger"),
         (["--port", "99999"], "'99999' is no port: give a number from 1 to 65535"),
         (["--port", "0"], "'0' is no port"),
         (["--port", "http"], "'http' is no port"),
