@@ -6,16 +6,18 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from event_consumer.consumer_lock import holder
 from event_consumer.http_status import StatusServer
 from event_consumer.metrics import CheckpointMetrics, StreamHealth
 from event_consumer.otlp import OtlpSettings, OtlpSettingsError, Signal
 from event_consumer.service import Service, install_signals
 from event_consumer.settings import ConsumerSettings, SettingsError
-from event_consumer.store import ChangeSet, Store, StoreError
+from event_consumer.store import ChangeSet, Store, StoreError, has_a_consumer
+from event_consumer.store_url import StoreUrlError, parse_store_url
 from event_consumer.tracing import RequestTracer, TraceSettings
 
 logger = logging.getLogger(__name__)
@@ -99,10 +101,22 @@ async def _bind_status(
         return None
     server = StatusServer()
     host, port = address
-    with _cannot_listen(settings):
-        port = await server.bind(host, port)
+    try:
+        with _cannot_listen(settings):
+            port = await server.bind(host, port)
+    except StoreError:
+        _refuse_second(settings.store)  # which another port would not help
+        raise
     stack.push_async_callback(server.stop)
     return server, f"http://{host}:{port}"
+
+
+def _refuse_second(store: str) -> None:
+    """Where the address is taken by another consumer of the same SQLite file."""
+    with suppress(StoreUrlError):
+        _, name, path, _ = parse_store_url(store)
+        if path is not None and (found := holder(path)) is not None:
+            raise StoreError(has_a_consumer(name, found)) from None
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from event_consumer import endpoints
+from event_consumer.consumer_lock import PATIENCE_S
 from event_consumer.endpoints import Endpoint, ResolverError
 from event_consumer.export_marks import ExportMarks
 from event_consumer.intake import NS, Intake, Taken
@@ -83,6 +84,8 @@ class Service:
         self._gate.set()
         self._wanted = settings.endpoints
         self._look_again = asyncio.Event()
+        self._refused: set[str] = set()
+        """Endpoints that another consumer of the store reads."""
         self._uncommitted: Taken | None = None
         self._marks = ExportMarks()
         self._committing = asyncio.Lock()
@@ -94,12 +97,13 @@ class Service:
         """Consume until ``stop`` is set, then commit what came.
 
         Raises:
-            StoreError: the store could not be read at the start.
+            StoreError: the store could not be read at the start, or has another
+                consumer of an endpoint.
             SettingsError: a CURVE key could not be read at the start.
         """
         self._stop = stop
         try:
-            await self._follow(await self._expand() or [])
+            await self._follow(await self._expand() or [], at_start=True)
             others = [
                 asyncio.create_task(work)
                 for work in (
@@ -176,12 +180,13 @@ class Service:
             except (StoreError, SettingsError) as error:
                 logger.error("%s", error)
 
-    async def _follow(self, found: list[Endpoint]) -> None:
+    async def _follow(self, found: list[Endpoint], *, at_start: bool = False) -> None:
         """Subscribe to what is new in ``found``, leave what is not in it."""
         wanted = {each.endpoint: each for each in found}
         curve = {each.endpoint: curve_keys(each) for each in found}
         for each in found:
             check_addresses(each)
+        left = False
         for name, (endpoint, _, task) in list(self._subscribers.items()):
             if wanted.get(name) == endpoint:
                 del wanted[name]
@@ -190,9 +195,13 @@ class Service:
             await _cancel([task])
             del self._subscribers[name]
             self.intake.remove(name)
+            left = True
+        if left or wanted:
+            await self._commit()
+            for name in await self._hold(found, at_start):
+                wanted.pop(name, None)
         if not wanted:
             return
-        await self._commit()
         snapshot = await self._in_writer(self._store.load, list(wanted))
         await self._tell_again(list(wanted))
         self.intake.restore(snapshot)
@@ -210,6 +219,25 @@ class Service:
             task = asyncio.create_task(subscriber.run(), name=name)
             task.add_done_callback(self._ended)
             self._subscribers[name] = (endpoint, subscriber, task)
+
+    async def _hold(self, found: list[Endpoint], at_start: bool) -> set[str]:
+        """Take the streams of ``found``; those that another consumer of the store has
+        end the start, and are left to it, and asked for again, later on."""
+        patience_s = PATIENCE_S if at_start else 0.0
+        names = [each.endpoint for each in found]
+        refused = await self._in_writer(self._store.hold, names, patience_s)
+        for name, holder in refused.items():
+            sentence = (
+                f"the stream {name} has a consumer already ({holder}), and the store "
+                f"{self._store.name} takes one a stream: stop that one, or name "
+                "another store with --store"
+            )
+            if at_start:
+                raise StoreError(sentence)
+            if name not in self._refused:
+                logger.error("%s", sentence)
+        self._refused = set(refused)
+        return self._refused
 
     async def _tell_again(self, wanted: list[str]) -> None:
         """Tell the sinks what a former consumer had told them and they may not have

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -34,10 +33,16 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from event_consumer import tables
+from event_consumer.consumer_lock import (
+    PATIENCE_S,
+    FileLock,
+    HeldError,
+    StreamLocks,
+    who_we_are,
+)
 from event_consumer.records import (
     ENGINE_LOST,
     GAP_OPEN,
@@ -55,11 +60,11 @@ from event_consumer.records import (
     StreamRecord,
 )
 from event_consumer.store_file import Obstacle, damage, obstacle
+from event_consumer.store_url import DEFAULT_URL, StoreUrlError, parse_store_url
 
-DEFAULT_URL: Final = "sqlite:///vllm-fork.db"
-
-SQLITE_BUSY_MS: Final = 1_000
-"""How long another writer is waited for. The consumer's loop waits with it."""
+SQLITE_TIMEOUT_S: Final = 1.0
+"""How long another writer is waited for, where the URL does not say. The consumer's
+loop waits with it."""
 SHORTEN_EVERY_S: Final = 60.0
 BUSY_ROWS: Final = 1_000
 """Rows a commit from which on SQLite's log is left to grow to its limit."""
@@ -185,20 +190,26 @@ class Store:
 
         Args:
             url: ``sqlite:///PATH`` or ``postgresql://USER@HOST/DATABASE``.
-            read_only: refuse where there is no store yet, and never write.
+            read_only: refuse where there is no store yet, and never write. Else an
+                SQLite store is held until it is closed: it has one writer.
 
         Raises:
             StoreError: not a URL of a database known here, unreachable, not
-                writable, not a store, or a store of another schema version.
+                writable, not a store, a store of another schema version, or one
+                that has a consumer.
         """
-        self._url = _parse_url(url)
-        self.name = self._url.render_as_string(hide_password=True)
+        try:
+            self._url, self.name, self._path, self._timeout_s = parse_store_url(url)
+        except StoreUrlError as error:
+            raise StoreError(str(error)) from None
         self._read_only = read_only
         self._marks: dict[str, int] = {}
         self._shortened = time.monotonic()
-        self._refuse_memory()
+        self._stream_locks = StreamLocks()
+        self._file_lock: FileLock | None = None
         self._refuse_file()
         try:
+            self._hold_file()
             self.engine = self._create_engine()
             with self._sentences("open"):
                 if read_only:
@@ -215,9 +226,12 @@ class Store:
 
     def _create_engine(self) -> Engine:
         try:
-            if self._url.get_backend_name() == "postgresql":
-                return create_engine(self._url, paramstyle="format", pool_pre_ping=True)
-            engine = create_engine(self._url)
+            if self._path is None:
+                return self._create_postgresql_engine()
+            timeout_s = SQLITE_TIMEOUT_S if self._timeout_s is None else self._timeout_s
+            engine = create_engine(
+                self._url.set(query={}), connect_args={"timeout": timeout_s}
+            )
         except ImportError as error:
             raise StoreError(
                 f"the store {self.name} needs {error.name or 'a driver'}, which is "
@@ -231,34 +245,77 @@ class Store:
         event.listen(engine, "connect", configure)
         return engine
 
-    def _refuse_memory(self) -> None:
-        path = self._url.database
-        if self._url.get_backend_name() == "sqlite" and path in (None, "", ":memory:"):
-            raise StoreError(
-                f"the store {self.name} is in memory, where nobody else could read "
-                "it: name a file, such as sqlite:///vllm-fork.db"
-            )
+    def _create_postgresql_engine(self) -> Engine:
+        """A writer has one session: with that it would lose its streams, too."""
+        named = {"application_name": f"event-consumer, {who_we_are()}"}
+        engine = create_engine(
+            self._url,
+            paramstyle="format",
+            pool_pre_ping=True,
+            connect_args={} if "application_name" in self._url.query else named,
+            **({} if self._read_only else {"pool_size": 1, "max_overflow": 0}),
+        )
+        if not self._read_only:
+            event.listen(engine, "connect", self._begin_session)
+        return engine
 
-    @property
-    def _path(self) -> Path | None:
-        """The file of an SQLite store; None of a server's, and of SQLite's own URIs."""
-        path = str(self._url.database)
-        is_file = self._url.get_backend_name() == "sqlite"
-        return Path(path) if is_file and not path.startswith("file:") else None
+    def _begin_session(self, session: Any, _record: object) -> None:
+        try:
+            self._stream_locks.begin(session)
+        except BaseException as error:
+            session.close()
+            if isinstance(error, HeldError):
+                raise StoreError(
+                    f"cannot go on with the store {self.name}: another consumer "
+                    f"({error}) reads a stream of this one now; stop one of them"
+                ) from None
+            raise
 
     def _refuse_file(self) -> None:
         """Say what is wrong with the file in better words than SQLite's."""
-        path = self._path
-        if path is None:
+        if self._path is None:
             return
-        found = obstacle(path, to_write=not self._read_only)
+        found = obstacle(self._path, to_write=not self._read_only)
         if found is not None:
             raise StoreError(self._cannot("open", found))
-        if self._read_only and not path.exists():
+        if self._read_only and not self._path.exists():
             raise StoreError(
                 f"there is no store at {self.name} yet: `event-consumer run "
                 f"--store {self.name}` makes it, or name another with --store"
             )
+
+    def _hold_file(self) -> None:
+        if self._path is None or self._read_only:
+            return
+        lock = FileLock(self._path)
+        try:
+            lock.acquire()
+        except HeldError as error:
+            raise StoreError(has_a_consumer(self.name, str(error))) from None
+        except OSError as error:
+            what = f"its lock file {lock.path} cannot be used ({error.strerror})"
+            remedy = "see who may write it and its folder, or name another store"
+            raise StoreError(self._cannot("open", Obstacle(what, remedy))) from None
+        self._file_lock = lock
+
+    def hold(
+        self, endpoints: Sequence[str], patience_s: float = PATIENCE_S
+    ) -> dict[str, str]:
+        """Hold the streams ``endpoints``, and no others, against other consumers of
+        this store. An SQLite store is held as a whole, from its opening on.
+
+        Returns:
+            Who reads it, for each of ``endpoints`` that another consumer has had for
+            ``patience_s``.
+
+        Raises:
+            StoreError: the store cannot be asked.
+        """
+        if self._path is not None:
+            return {}
+        with self._sentences("write to"), self.engine.connect() as connection:
+            session = connection.connection.driver_connection
+            return self._stream_locks.hold(session, endpoints, patience_s)
 
     def _cannot(self, doing: str, found: Obstacle) -> str:
         return f"cannot {doing} the store {self.name}: {found.what}; {found.remedy}"
@@ -328,11 +385,13 @@ class Store:
     @property
     def is_local(self) -> bool:
         """Whether a commit is work of this process, and not of a server."""
-        return self._url.get_backend_name() == "sqlite"
+        return self._path is not None
 
     def close(self) -> None:
         if hasattr(self, "engine"):
             self.engine.dispose()
+        if self._file_lock is not None:
+            self._file_lock.release()
 
     def __enter__(self) -> Store:
         return self
@@ -609,12 +668,10 @@ def _mark_key(engine_id: str) -> str:
 
 
 def _configure_reader(connection: Any, _record: object) -> None:
-    connection.execute(f"PRAGMA busy_timeout={SQLITE_BUSY_MS}")
     connection.execute("PRAGMA query_only=ON")
 
 
 def _configure_writer(connection: Any, _record: object) -> None:
-    connection.execute(f"PRAGMA busy_timeout={SQLITE_BUSY_MS}")
     # Of a new file only. Rows are wide and their indexes many: larger pages split
     # less often.
     connection.execute("PRAGMA page_size=16384")
@@ -630,31 +687,9 @@ def _configure_writer(connection: Any, _record: object) -> None:
     connection.execute("PRAGMA wal_autocheckpoint=8000")
 
 
-def _parse_url(url: str) -> URL:
-    try:
-        url.encode()
-        parsed = make_url(url)
-        if "\0" in url:
-            raise ValueError(url)  # no path is like that
-    except (ArgumentError, ValueError):  # ValueError also: a port that is no number
-        is_path = "://" not in url and url.strip()
-        example = f"sqlite:///{url}" if is_path else DEFAULT_URL
-        # What has a scheme may hold a password.
-        named = repr(url) if "://" not in url else "what was given"
-        raise StoreError(
-            f"{named} is not a store URL: write {example} for a file, or "
-            "postgresql://USER@HOST/DATABASE"
-        ) from None
-    name = parsed.drivername
-    if name in ("postgres", "postgresql", "postgresql+psycopg"):
-        return parsed.set(drivername="postgresql+psycopg")
-    if name in ("sqlite", "sqlite+pysqlite"):
-        return parsed
-    try:
-        known = parsed.get_backend_name()
-    except NoSuchModuleError:
-        known = name
-    raise StoreError(
-        f"a store of kind {known!r} is not known: write sqlite:///PATH or "
-        "postgresql://USER@HOST/DATABASE"
+def has_a_consumer(name: str, holder: str) -> str:
+    """A second consumer of an SQLite store is told so."""
+    return (
+        f"the store {name} has a consumer already ({holder}): stop that one, or name "
+        "another store with --store"
     )

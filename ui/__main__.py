@@ -6,6 +6,7 @@ What cannot work is refused at once, in one sentence and with exit code 2.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import socket
 from pathlib import Path
@@ -39,7 +40,9 @@ def main() -> None:
         action="store_true",
         help="start although there is no store yet, or its server is away",
     )
-    options = parser.parse_args()
+    options, unknown = parser.parse_known_args()
+    if unknown:
+        parser.error(_why_unknown(unknown[0], [f"--{name}" for name in vars(options)]))
     for variable, value in (
         (STORE_VARIABLE, options.store),
         (JAEGER_VARIABLE, options.jaeger),
@@ -61,6 +64,13 @@ def main() -> None:
         [str(APP), "--server.address", options.address, "--server.port", options.port],
         standalone_mode=True,
     )
+
+
+def _why_unknown(given: str, known: list[str]) -> str:
+    """One sentence about an argument that nothing takes, with the nearest option."""
+    near = difflib.get_close_matches(given.partition("=")[0], known, n=1)
+    hint = f"write {near[0]}" if near else f"known are {', '.join(known)}"
+    return f"{given} is not an option: {hint}"
 
 
 def _port(text: str) -> int:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 from sqlalchemy import Connection, Engine, create_engine, select
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from event_consumer import tables
 from event_consumer.store_file import Obstacle, damage, obstacle
+from event_consumer.store_url import DEFAULT_URL, StoreUrlError, parse_store_url
 
-DEFAULT_URL: Final = "sqlite:///vllm-fork.db"
+__all__ = ["DEFAULT_URL", "StoreConnection", "StoreError"]
+
+SQLITE_TIMEOUT_S: Final = 5.0
+"""How long a writer is waited for, where the URL does not say."""
 STATEMENT_TIMEOUT_S: Final = 15
 
 
@@ -60,10 +62,13 @@ class StoreConnection:
         Raises:
             StoreError: not the URL of a database known here.
         """
-        self._url = _parse(url)
-        self.name = self._url.render_as_string(hide_password=True)
-        """The URL without its password: safe to show."""
-        self.path = _sqlite_path(self._url)
+        try:
+            self._url, self.name, self.path, timeout_s = parse_store_url(url)
+        except StoreUrlError as error:
+            raise StoreError(
+                f"{_sentence(error.what)}.", hint=f"{_sentence(error.remedy)}."
+            ) from None
+        self._timeout_s = SQLITE_TIMEOUT_S if timeout_s is None else timeout_s
         self._verified = False
         self._engine = self._create_engine()
 
@@ -77,12 +82,7 @@ class StoreConnection:
                 self._url,
                 pool_pre_ping=True,
                 pool_size=4,
-                connect_args={
-                    "connect_timeout": 5,
-                    "application_name": "vllm-fork-dashboard",
-                    "options": "-c default_transaction_read_only=on"
-                    f" -c statement_timeout={STATEMENT_TIMEOUT_S * 1000}",
-                },
+                connect_args=self._server_options(),
             )
         except ImportError as error:
             raise StoreError(
@@ -94,12 +94,23 @@ class StoreConnection:
                 f"The store {self.name} has an option that cannot be used: {error}."
             ) from None
 
+    def _server_options(self) -> dict[str, str]:
+        """What the URL says stays; that nothing is written comes last."""
+        given = self._url.query
+        defaults = {"connect_timeout": "5", "application_name": "vllm-fork-dashboard"}
+        wanted = {name: v for name, v in defaults.items() if name not in given}
+        wanted["options"] = (
+            f"-c statement_timeout={STATEMENT_TIMEOUT_S * 1000}"
+            f" {given.get('options', '')} -c default_transaction_read_only=on"
+        )
+        return wanted
+
     def _connect_sqlite(self) -> sqlite3.Connection:
         assert self.path is not None
         connection = sqlite3.connect(
             f"{self.path.resolve().as_uri()}?mode=ro",
             uri=True,
-            timeout=5,
+            timeout=self._timeout_s,
             check_same_thread=False,
         )
         connection.execute("PRAGMA query_only=ON")
@@ -147,7 +158,7 @@ class StoreConnection:
     def _cannot(self, found: Obstacle) -> StoreError:
         return StoreError(
             f"The store {self.name} cannot be read: {found.what}.",
-            hint=f"{found.remedy[0].upper()}{found.remedy[1:]}.",
+            hint=f"{_sentence(found.remedy)}.",
         )
 
     def _in_words(self, error: SQLAlchemyError) -> StoreError:
@@ -179,34 +190,5 @@ class StoreConnection:
         )
 
 
-def _parse(url: str) -> URL:
-    example = "Write sqlite:///PATH or postgresql://USER@HOST/DATABASE."
-    try:
-        url.encode()
-        parsed = make_url(url)
-        if "\0" in url:
-            raise ValueError(url)  # no path is like that
-        backend = parsed.get_backend_name()
-    except (ArgumentError, ValueError):  # ValueError: a port that is no number
-        # Not shown: what was given may hold a password.
-        raise StoreError("The store URL is not a URL.", hint=example) from None
-    except NoSuchModuleError:
-        backend = ""
-    if parsed.drivername in ("postgres", "postgresql"):
-        return parsed.set(drivername="postgresql+psycopg")
-    if backend not in ("sqlite", "postgresql"):
-        raise StoreError(
-            f"A store of kind “{parsed.drivername}” is not known.", hint=example
-        )
-    if backend == "sqlite" and parsed.database in (None, "", ":memory:"):
-        raise StoreError(
-            "The store is in the memory of another process.",
-            hint="Give the consumer and the dashboard one file: sqlite:///PATH.",
-        )
-    return parsed
-
-
-def _sqlite_path(url: URL) -> Path | None:
-    if url.get_backend_name() != "sqlite" or url.database is None:
-        return None
-    return Path(url.database)
+def _sentence(part: str) -> str:
+    return f"{part[:1].upper()}{part[1:]}"

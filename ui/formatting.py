@@ -81,8 +81,3 @@ def duration(ns: int | float | None) -> str:
     if s < 48 * 3600:
         return f"{sign}{int(s // 3600)} h {int(s % 3600 // 60)} min"
     return f"{sign}{int(s // 86400)} d {int(s % 86400 // 3600)} h"
-
-
-def short_id(text: str, keep: int = 8) -> str:
-    """The first characters of a long id."""
-    return visible(text) if len(text) <= keep + 2 else visible(text[:keep]) + "…"

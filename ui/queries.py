@@ -392,13 +392,20 @@ class Queries:
         return self._all(statement)
 
     def pinned_over_time(
-        self, start_ns: int, width_ns: int, num_buckets: int, *, everything: bool
+        self,
+        start_ns: int,
+        width_ns: int,
+        num_buckets: int,
+        *,
+        everything: bool,
+        labels: Sequence[str] = (),
     ) -> list[int]:
         """Blocks that pins held at the end of each of ``num_buckets`` buckets.
 
         A pin holds its blocks from ``pinned`` to ``published`` or ``discarded``;
         that of a lost engine until its last event. ``everything``: no event in the
         store is older than ``start_ns`` (a scan is then faster than the index).
+        ``labels``: of engines with one of these, none for all.
         """
         c = checkpoints.c
         released = func.coalesce(
@@ -420,6 +427,7 @@ class Queries:
             )
             .where(
                 *(() if everything else (c.last_event_ns >= start_ns,)),
+                *_of_engines(labels),
                 c.pinned_ns.is_not(None),
             )
             .subquery()
@@ -443,8 +451,9 @@ class Queries:
             levels.append(level)
         return levels
 
-    def pinned_now(self) -> Row:
-        """``checkpoints`` and ``blocks`` that pins hold at this moment."""
+    def pinned_now(self, labels: Sequence[str] = ()) -> Row:
+        """``checkpoints`` and ``blocks`` that pins hold at this moment, in engines with
+        one of ``labels`` (none for all)."""
         c = checkpoints.c
         row = self._one(
             select(
@@ -452,18 +461,27 @@ class Queries:
                 func.coalesce(func.sum(func.coalesce(c.num_blocks, 1)), 0).label(
                     "blocks"
                 ),
-            ).where(c.stage.in_(("pinned", "promoted")))
+            ).where(c.stage.in_(("pinned", "promoted")), *_of_engines(labels))
         )
         return row or {"checkpoints": 0, "blocks": 0}
 
-    def published_use(self, since_ns: int | None) -> Row:
-        """What became of published checkpoints with an event since ``since_ns``.
+    def published_use(self, since_ns: int | None, labels: Sequence[str] = ()) -> Row:
+        """What became of published checkpoints with an event since ``since_ns``, in
+        engines with one of ``labels`` (none for all).
 
-        ``published`` (ever), ``hit`` (resumed from at least once), ``evicted``, and
-        ``evicted_unused`` (evicted before anyone resumed from it).
+        ``published`` (ever, also where the engine is no more), ``hit`` (resumed from
+        at least once), ``evicted``, and ``evicted_unused`` (evicted before anyone
+        resumed from it).
         """
         c = checkpoints.c
-        conditions: list[ColumnElement[bool]] = [c.stage.in_(("published", "evicted"))]
+        was_published = or_(
+            c.stage != "gone", c.published_ns.is_not(None), c.num_hits > 0
+        )
+        conditions: list[ColumnElement[bool]] = [
+            c.stage.in_(("published", "evicted", "gone")),
+            was_published,
+            *_of_engines(labels),
+        ]
         if since_ns is not None:
             conditions.append(c.last_event_ns >= since_ns)
         statement = select(
@@ -597,6 +615,14 @@ class Queries:
         some = ids.distinct().limit(COUNT_LIMIT + 1).subquery()
         row = self._one(select(func.count().label("n")).select_from(some))
         return int(row["n"]) if row else 0
+
+
+def _of_engines(labels: Sequence[str]) -> list[ColumnElement[bool]]:
+    """On a row of ``checkpoints``, which has no label of its own."""
+    if not labels:
+        return []
+    wanted = select(engines.c.engine_id).where(engines.c.label.in_(list(labels)))
+    return [checkpoints.c.engine_id.in_(wanted)]
 
 
 def _count_if(condition: ColumnElement[bool]) -> ColumnElement[int]:

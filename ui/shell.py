@@ -164,13 +164,15 @@ def range_start(name: str) -> int | None:
 
 
 class Figure(NamedTuple):
-    """A number for a metric: ``counts`` says what it counts."""
+    """A number for a metric: ``counts`` says what it counts; ``delta`` how it changed,
+    and where there is no number ``why_none``."""
 
     label: str
     value: str
     counts: str
     delta: str | None = None
     less_is_better: bool = False
+    why_none: str | None = None
 
 
 # -- the page -------------------------------------------------------------
@@ -322,9 +324,16 @@ def metrics(items: Sequence[Figure]) -> None:
             st.metric(
                 figure.label,
                 figure.value,
-                delta=figure.delta,
-                delta_color="inverse" if figure.less_is_better else "normal",
+                delta=figure.why_none or figure.delta,
+                **_delta_look(figure),
                 help=figure.counts,
                 border=True,
                 height="stretch",
             )
+
+
+def _delta_look(figure: Figure) -> dict[str, Any]:
+    """No arrow and no colour where nothing went up or down."""
+    if figure.why_none or not any(c in "123456789" for c in figure.delta or ""):
+        return {"delta_color": "off", "delta_arrow": "off"}
+    return {"delta_color": "inverse" if figure.less_is_better else "normal"}

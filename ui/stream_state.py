@@ -10,8 +10,6 @@ from ui import formatting
 SILENT_AFTER_S: Final = 10.0
 """The consumer writes each stream every two seconds, with or without news."""
 
-_ORDER: Final = ("gapped", "disconnected", "silent", "replaying", "lossy", "live")
-
 
 class StreamState(NamedTuple):
     """``code`` of a stream as judged, its mark's tone and shape, and a sentence."""
@@ -122,9 +120,3 @@ def _lost_words(streams: Sequence[dict[str, Any]]) -> str:
         for n, one, many in counts
         if n
     )
-
-
-def overall(streams: Sequence[dict[str, Any]], now_ns: int) -> str:
-    """The worst state among the streams, ``none`` where there are none."""
-    codes = {judge(stream, now_ns).code for stream in streams}
-    return next((code for code in _ORDER if code in codes), "none")

@@ -242,7 +242,13 @@ def damaged_store(folder) -> str:
         (["run", "--config", "WRONG"], 2, "did you mean store?"),
         (["run", "--config", "NOT_TOML"], 2, "is not TOML"),
         (["run", "--store", "x.db"], 1, "write sqlite:///x.db"),
-        (["run", "--store", ""], 1, "write sqlite:///vllm-fork.db"),
+        (["run", "--store", ""], 1, "write sqlite:///PATH"),
+        (
+            ["run", "--store", "MISSPELT"],
+            1,
+            "'tiemout', which is not known: write time",
+        ),
+        (["requests", "--store", "MISSPELT"], 1, "which is not known: write timeout"),
         (["run", "--store", "NO_FOLDER"], 1, "make it with `mkdir -p /no/such/folder`"),
         (["run", "--store", "FOLDER"], 1, "is a folder; name a file in it"),
         (["run", "--store", "NOTES"], 1, "is not an SQLite database; name another"),
@@ -291,6 +297,7 @@ def test_bad_input_gets_one_sentence(
         places = {
             "BUSY": f"127.0.0.1:{busy.getsockname()[1]}",
             "NONE": f"sqlite:///{tmp_path}/none.db",
+            "MISSPELT": f"sqlite:///{tmp_path}/new.db?tiemout=5",
             "NO_FOLDER": "sqlite:////no/such/folder/x.db",
             "FOLDER": f"sqlite:///{tmp_path}",
             "NOTES": f"sqlite:///{tmp_path}/not.toml",

@@ -257,16 +257,49 @@ def test_reading_makes_no_store(tmp_path):
         ("sqlite:////no/such/folder/x.db", "mkdir -p /no/such/folder"),
         ("sqlite:///a\0b.db", "is not a store URL"),
         ("sqlite:///\udcff.db", "is not a store URL"),
-        ("sqlite:///x.db?timeout=long", "an option that cannot be used"),
+        ("sqlite:///x.db?timeout=long", "write seconds from 0 to 3600"),
+        ("sqlite:///x.db?timeout=-1", "write seconds from 0 to 3600"),
+        ("sqlite:///x.db?timeout=nan", "write seconds from 0 to 3600"),
+        ("sqlite:///x.db?tiemout=5", "'tiemout', which is not known: write timeout"),
+        ("sqlite:///x.db?tiemout", "'tiemout', which is not known: write timeout"),
+        ("sqlite:///x.db?timeout=", "'timeout' without a value"),
+        ("sqlite:///x.db?timeout=1&timeout=2", "'timeout' twice"),
+        ("sqlite:///x.db?passwd=secret", "leave it out, timeout is the only one"),
+        ("sqlite:///file:x.db?mode=ro&uri=true", "'mode', which is not known"),
+        ("sqlite://", "is in memory"),
+        ("sqlite:///:memory:", "is in memory"),
+        ("sqlite://x.db", "three slashes, sqlite:///x.db"),
+        ("sqlite://u:secret@host/x.db", "three slashes, sqlite:///host/x.db"),
+        ("sqlite+aiosqlite:///x.db", "'sqlite+aiosqlite' is not known"),
         ("postgresql://u:secret@127.0.0.1:1/x", "Connection refused"),
+        ("postgresql://u@127.0.0.1:1/x?password=secret", "Connection refused"),
+        ("postgresql:///x?conect_timeout=5", "write connect_timeout"),
+        ("postgresql:///x?connect_timeout", "'connect_timeout' without a value"),
+        ("postgresql://h/x?autocommit=1", "'autocommit', which is not known"),
+        ("postgresql://h/x?host=other", "says its host twice"),
     ],
 )
-def test_a_url_that_cannot_be_used_is_one_sentence(url, words):
+def test_a_url_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch, url, words):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(StoreError) as caught:
         Store(url)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("option", "busy_ms"), [("", 1_000), ("?timeout=2.5", 2_500)])
+def test_the_timeout_of_the_url_is_how_long_a_writer_is_waited_for(
+    sqlite_url, option, busy_ms
+):
+    for read_only in (False, True):
+        with (
+            Store(sqlite_url + option, read_only=read_only) as store,
+            store.reading() as connection,
+        ):
+            found = connection.exec_driver_sql("PRAGMA busy_timeout").scalar()
+        assert found == busy_ms
 
 
 def test_a_file_that_is_no_database_is_one_sentence(tmp_path):
@@ -289,16 +322,15 @@ def test_a_store_that_this_user_may_not_open_is_one_sentence(
         Store(url, read_only=read_only)
 
 
-def test_an_unwritable_store_is_refused_at_the_start(tmp_path):
-    path = tmp_path / "store.db"
-    Store(f"sqlite:///{path}").close()
-    if os.geteuid() == 0:  # no mode keeps root out; a read-only mount would
-        url = f"sqlite:///file:{path}?mode=ro&uri=true"
-    else:
-        path.chmod(0o400)
-        url = f"sqlite:///{path}"
-    with pytest.raises(StoreError, match=r"readonly|may not write"):
-        Store(url)
+def test_an_unwritable_store_is_refused_at_the_start(sqlite_url):
+    """By what SQLite says of the first write: no mode keeps root out."""
+    Store(sqlite_url).close()
+    other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"))
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match=r"cannot open the store .*: database is lock"):
+        Store(f"{sqlite_url}?timeout=0")
+    other.close()
+    Store(f"{sqlite_url}?timeout=0").close()
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 61.0])

@@ -228,6 +228,36 @@ def test_nothing_is_cut_off(page, address, path, width):
     assert ground == ("rgb(17, 22, 28)" if scheme == "dark" else "rgb(255, 255, 255)")
 
 
+BOXES = """() => {
+  const box = e => { const b = e.getBoundingClientRect();
+    return [b.left, b.top, b.right, b.bottom] };
+  const plot = document.querySelector(".js-plotly-plot");
+  const all = s => [...plot.querySelectorAll(s)].map(box);
+  return { legend: all(".legend .traces"), others: [
+    ...all(".xy path, .x2y2 path"), ...all(".xtick text, .ytick text"),
+    ...all(".g-ytitle, .g-y2title")].filter(b => b[2] > b[0]) };
+}"""
+
+
+@pytest.mark.parametrize("width", [1280, 1400, 1920])
+def test_a_legend_overlaps_nothing(page, address, width):
+    page.set_viewport_size({"width": width, "height": 1000})
+    page.goto(address)
+    expect(page.locator(".legend .traces").first).to_be_visible(timeout=60_000)
+    found = page.evaluate(BOXES)
+    assert len(found["legend"]) == 2
+    assert len(found["others"]) > 20
+    for left, top, right, bottom in found["legend"]:
+        for other in found["others"]:
+            apart = (
+                other[2] <= left
+                or other[0] >= right
+                or other[3] <= top
+                or other[1] >= bottom
+            )
+            assert apart, (other, (left, top, right, bottom))
+
+
 def test_narrow_rows_are_cards(page, address):
     page.set_viewport_size({"width": 390, "height": 844})
     page.goto(f"{address}requests?q=arm-on-turn-1")

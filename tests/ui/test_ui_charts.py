@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import datetime
 
 import pytest
 import seeded_store
@@ -194,3 +195,21 @@ def test_arms_of_unequal_length():
     a = [{"turn": 0, "num_requests": 1, "cached": 0, "prompt": 9, "completion": 1}]
     text = comparison.as_text("A", "B", a, [])
     assert "0\t0 / 9 / 1\t—" in text
+
+
+def test_a_long_name_of_an_arm_leaves_room_for_the_other():
+    """What tells two of them apart may be at either end."""
+    pair = comparison.TurnPair(0, {"prompt": 10, "cached": 5}, None)
+    names = [f"eu-{'x' * 200}-{number}" for number in (1, 2)]
+    figure = comparison_chart.computed_by_turn([pair], *names)
+    shown = [trace.name for trace in figure.data]
+    assert [name[:4] + name[-3:] for name in shown] == ["eu-xx-1", "eu-xx-2"]
+    assert max(map(len, shown)) <= comparison_chart.MAX_NAME + 1
+
+
+def test_a_single_hit_rate_is_seen():
+    """Of one point there is no line to draw."""
+    times = [datetime(2026, 1, 1, second=second) for second in range(3)]
+    for prompt, mode in (([0, 10, 0], "markers"), ([10, 10, 0], "lines")):
+        figure = overview.tokens_over_time(times, prompt, [0, 5, 0])
+        assert figure.data[0].mode == mode

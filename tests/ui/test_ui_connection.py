@@ -123,13 +123,31 @@ def test_a_url_that_is_none(url):
     with pytest.raises(StoreError) as caught:
         StoreConnection(url)
     said = f"{caught.value} {caught.value.hint}"
-    assert "sqlite:///PATH" in said
+    assert "rite sqlite:///" in said
     assert "hunter2" not in said
 
 
 def test_a_store_in_memory_is_another_process_s():
     with pytest.raises(StoreError, match="memory"):
         StoreConnection("sqlite://")
+
+
+def test_what_the_url_says_of_the_server_is_kept(seeded_postgres):
+    """A store in a schema of its own is looked for there; still nothing is written."""
+    url = f"{seeded_postgres}&options=-csearch_path%3Delsewhere"
+    with pytest.raises(StoreError, match="not \\(yet\\) a store"):
+        Queries(StoreConnection(url)).engines()
+    url = f"{seeded_postgres}&options=-cdefault_transaction_read_only%3Doff"
+    with StoreConnection(url).read() as connection:
+        shown = connection.scalar(sa.text("SHOW default_transaction_read_only"))
+    assert shown == "on"
+
+
+def test_the_timeout_of_the_url_is_how_long_a_writer_is_waited_for(empty_url):
+    for option, busy_ms in (("", 5_000), ("?timeout=2.5", 2_500)):
+        with StoreConnection(empty_url + option).read() as connection:
+            found = connection.exec_driver_sql("PRAGMA busy_timeout").scalar()
+        assert found == busy_ms
 
 
 def test_an_unreachable_server_does_not_tell_the_password(tmp_path: Path):

@@ -100,7 +100,7 @@ def test_a_wrong_url_does_not_tell_the_password(open_page):
     at = open_page("mysql://me:hunter2@db/x", "requests")
     assert not at.exception
     assert "hunter2" not in page_content.texts(at)
-    assert "“mysql” is not known" in page_content.texts(at)
+    assert "'mysql' is not known" in page_content.texts(at)
 
 
 def test_the_page_comes_alive_with_the_store(open_page, tmp_path):
@@ -110,6 +110,36 @@ def test_the_page_comes_alive_with_the_store(open_page, tmp_path):
     seeded_store.seed(url, num_requests=20)
     at.run()
     assert page_content.table(at, "Requests")
+
+
+def test_a_figure_without_a_number_says_why(open_page, empty_url, engine):
+    """A request that nobody admitted, and that has not ended."""
+    now = time.time_ns()
+    row = seeded_store.request_row(engine, "waits", now, status="open")
+    add(empty_url, requests=[row])
+    at = open_page(empty_url, "overview")
+    assert not at.exception
+    shown = {metric.label: (metric.value, metric.delta) for metric in at.metric}
+    assert shown["Hit rate"] == ("—", "none admitted")
+    assert shown["Left a checkpoint"] == ("—", "none ended")
+    assert shown["Checkpoints used"] == ("—", "none published")
+    for label, (value, delta) in shown.items():
+        assert value != "—" or delta, label
+
+
+def test_no_change_points_nowhere(open_page, empty_url, engine):
+    """An engine beside itself is neither better nor worse."""
+    row = seeded_store.request_row(
+        engine, "r", time.time_ns(), num_prompt_tokens=100, num_cached_tokens=40
+    )
+    add(empty_url, requests=[row])
+    at = open_page(empty_url, "compare")
+    assert not at.exception
+    deltas = {metric.delta: metric.proto for metric in at.metric if metric.delta}
+    assert set(deltas) == {"+0.0 points", "+0%"}
+    for proto in deltas.values():
+        assert proto.color == proto.GRAY
+        assert proto.direction == proto.NONE
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -256,6 +256,40 @@ def test_use_of_published_checkpoints(queries):
     assert queries.published_use(2**62)["published"] == 0
 
 
+def test_checkpoints_of_an_engine_that_stopped_were_used_all_the_same(tmp_path):
+    """As after the demo: what was published is gone, and still was hit."""
+    now = 10**18
+    rows = seeded_store.Rows()
+    arms = [seeded_store.engine_row(n, f"arm-{n}", now) for n in (1, 2)]
+    made = [seeded_store.request_row(arm, f"r{n}", now) for n, arm in enumerate(arms)]
+    gone = {"stage": "gone", "published_ns": now, "pinned_ns": now - 1}
+    seeded_store.checkpoint_row(rows, made[0], 64, **gone, num_hits=2)
+    seeded_store.checkpoint_row(rows, made[0], 80, **gone)
+    seeded_store.checkpoint_row(rows, made[0], 96, stage="gone", pinned_ns=now - 1)
+    seeded_store.checkpoint_row(rows, made[1], 64, stage="evicted", published_ns=now)
+    seeded_store.checkpoint_row(rows, made[1], 80, stage="pinned", pinned_ns=now - 5)
+    rows.requests += made
+    url = f"sqlite:///{tmp_path}/stopped.db"
+    seeded_store.write(url, arms, rows, [], [])
+    queries = Queries(StoreConnection(url))
+
+    def use(*labels):
+        found = queries.published_use(None, labels)
+        return tuple(found[n] for n in ("published", "hit", "evicted_unused"))
+
+    assert use() == (3, 1, 1)
+    assert use("arm-1") == (2, 1, 0)
+    assert use("arm-2") == (1, 0, 1)
+    assert use("nobody") == (0, 0, 0)
+    assert queries.pinned_now(["arm-1"])["blocks"] == 0
+    assert queries.pinned_now(["arm-2"])["blocks"] == queries.pinned_now()["blocks"] > 0
+    for labels, level in ((["arm-1"], 0), (["arm-2"], 3), ([], 3)):
+        levels = queries.pinned_over_time(
+            now - 10, 100, 1, everything=True, labels=labels
+        )
+        assert levels == [level], labels
+
+
 def test_a_count_is_bounded(seeded_url, monkeypatch):
     monkeypatch.setattr("ui.queries.COUNT_LIMIT", 10)
     assert COUNT_LIMIT > 10

@@ -70,14 +70,18 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--stoer", "x"], "unrecognized arguments: --stoer"),
+        (["--stoer", "x"], "--stoer is not an option: write --store."),
+        (["--stoer=x"], "write --store."),
+        (["extra"], "extra is not an option: known are --store, --jaeger"),
         (["--port", "99999"], "'99999' is no port: give a number from 1 to 65535"),
         (["--port", "0"], "'0' is no port"),
         (["--port", "http"], "'http' is no port"),
         (["--port", "TAKEN"], "Address already in use"),
         (["--address", "no.such.host.invalid"], "choose another --port or --address"),
-        (["--store", "vllm-fork.db"], "write sqlite:///PATH or postgresql://"),
-        (["--store", "postgresql://me:hunter2@db:port/x"], "is not a URL"),
+        (["--store", "vllm-fork.db"], "write sqlite:///vllm-fork.db for a file"),
+        (["--store", "postgresql://me:hunter2@db:port/x"], "is not a store URL"),
+        (["--store", "sqlite:///x.db?tiemout=5", "--wait"], "write timeout, or leave"),
+        (["--store", "sqlite://x.db", "--wait"], "three slashes, sqlite:///x.db"),
         (["--store", "sqlite:////no/such/folder/x.db"], "mkdir -p /no/such/folder"),
         (["--store", "FOLDER", "--wait"], "is a folder: name a file in it"),
         (["--store", "NOTES", "--wait"], "is not an SQLite database"),
@@ -86,7 +90,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--store", "postgresql://me:hunter2@127.0.0.1:1/x"], "cannot be read"),
         (["--jaeger", "localhost:16686"], "must begin with http://"),
         (["--jaeger", "http://["], "must begin with http://"),
-        (["--store", "sqlite:///\udcff.db"], "is not a URL"),
+        (["--store", "sqlite:///\udcff.db"], "is not a store URL"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(

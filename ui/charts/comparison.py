@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import plotly.graph_objects as go
 
 from ui import formatting, palette
 from ui.charts import layout
 from ui.comparison import TurnPair
+
+MAX_NAME: Final = 48
+"""Characters of an arm's name in the legend: two stand beside each other."""
 
 
 def computed_by_turn(pairs: Sequence[TurnPair], name_a: str, name_b: str) -> go.Figure:
@@ -26,7 +30,7 @@ def computed_by_turn(pairs: Sequence[TurnPair], name_a: str, name_b: str) -> go.
         figure.add_bar(
             x=turns,
             y=[row["prompt"] - row["cached"] if row else None for row in rows],
-            name=formatting.plotly(name),
+            name=formatting.plotly(_short(name)),
             text=shares,
             textposition="outside",
             cliponaxis=False,
@@ -49,3 +53,9 @@ def computed_by_turn(pairs: Sequence[TurnPair], name_a: str, name_b: str) -> go.
     return layout.plain(
         figure, 330, barmode="group", bargap=0.28, hovermode="x unified"
     )
+
+
+def _short(name: str) -> str:
+    """The ends of a long name: labels often differ in one of them."""
+    half = MAX_NAME // 2
+    return name if len(name) <= MAX_NAME else f"{name[:half]}…{name[-half:]}"

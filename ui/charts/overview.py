@@ -14,6 +14,8 @@ from ui.charts import layout
 from ui.queries import RETAINED
 
 MAX_OUTCOMES: Final = 9
+GAP: Final = 0.2
+"""Between hit rate and tokens, of the height: room for the legend of the tokens."""
 
 
 def tokens_over_time(
@@ -31,7 +33,7 @@ def tokens_over_time(
         cols=1,
         shared_xaxes=True,
         row_heights=[0.52, 0.48],
-        vertical_spacing=0.09,
+        vertical_spacing=GAP,
     )
     rate = [c / p if p else None for c, p in zip(cached, prompt, strict=True)]
     figure.add_scatter(
@@ -39,7 +41,8 @@ def tokens_over_time(
         y=rate,
         row=1,
         col=1,
-        mode="lines",
+        # A single point makes no line.
+        mode="lines" if len(rate) - rate.count(None) > 1 else "markers",
         connectgaps=True,
         name="hit rate",
         line={"color": palette.REUSED, "width": 2.2},
@@ -77,13 +80,14 @@ def tokens_over_time(
     )
     figure.update_yaxes(row=2, col=1, nticks=4, title="prompt tokens", tickformat="~s")
     figure.update_xaxes(showgrid=False)
+    bars_end = figure.layout.yaxis2.domain[1]
     return layout.plain(
         figure,
-        340,
+        370,
         barmode="stack",
         bargap=0.12,
         hovermode="x unified",
-        legend={"orientation": "h", "y": 0.47, "x": 1, "xanchor": "right"},
+        legend={"y": bars_end + GAP / 10, "traceorder": "normal"},
     )
 
 

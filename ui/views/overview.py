@@ -14,6 +14,8 @@ from ui.charts import layout, overview
 from ui.queries import DEPTH_EDGES, RETAINED, Breakdown, RequestFilter, Row
 
 NUM_BUCKETS: Final = 90
+MIN_SPAN_NS: Final = 9_000_000_000
+"""A time axis of one event would show nanoseconds."""
 
 
 class Figures(NamedTuple):
@@ -45,9 +47,8 @@ def gather(wanted: RequestFilter, whole_ns: int | None) -> Figures | None:
     if start_ns is None:
         return None
     newest_ns = queries.newest_event_ns() or now_ns
-    end_ns = max(newest_ns + 1, start_ns + NUM_BUCKETS)
-    if wanted.since_ns is not None:
-        end_ns = max(now_ns, start_ns + NUM_BUCKETS)
+    last_ns = newest_ns + 1 if wanted.since_ns is None else now_ns
+    end_ns = max(last_ns, start_ns + MIN_SPAN_NS)
     width_ns = -(-(end_ns - start_ns) // NUM_BUCKETS)
     return Figures(
         start_ns,
@@ -55,10 +56,14 @@ def gather(wanted: RequestFilter, whole_ns: int | None) -> Figures | None:
         queries.breakdown(wanted),
         queries.tokens_over_time(wanted, start_ns, width_ns),
         queries.pinned_over_time(
-            start_ns, width_ns, NUM_BUCKETS, everything=wanted.since_ns is None
+            start_ns,
+            width_ns,
+            NUM_BUCKETS,
+            everything=wanted.since_ns is None,
+            labels=wanted.labels,
         ),
-        queries.pinned_now(),
-        queries.published_use(wanted.since_ns),
+        queries.pinned_now(wanted.labels),
+        queries.published_use(wanted.since_ns, wanted.labels),
         range_before(wanted, now_ns),
     )
 
@@ -165,6 +170,7 @@ def headline(figures: Figures) -> None:
                 "of all prompt tokens of admitted requests; the change is against the "
                 "range of the same length before.",
                 delta=rate_change(figures),
+                why_none=None if prompt else "none admitted",
             ),
             shell.Figure(
                 "Tokens reused",
@@ -183,12 +189,14 @@ def headline(figures: Figures) -> None:
                 formatting.percent(retained, ended),
                 f"{retained:,} of {ended:,} ended requests published a state for the "
                 "next turn.",
+                why_none=None if ended else "none ended",
             ),
             shell.Figure(
                 "Checkpoints used",
                 formatting.percent(use["hit"], use["published"]),
                 f"{use['hit']:,} of {use['published']:,} published checkpoints were "
-                "resumed from at least once.",
+                "resumed from at least once; those of engines that are no more count.",
+                why_none=None if use["published"] else "none published",
             ),
             shell.Figure(
                 "Pinned now",
