@@ -8,6 +8,8 @@ workers. It wraps a few methods and replaces nothing on disk:
   a mistake can be told in one sentence (in the engine process it is a traceback);
 - ``SchedulerConfig.get_scheduler_cls``: the engine gets the scheduler class that
   vLLM resolved, with checkpoints mixed in;
+- ``EngineCoreProc._handle_shutdown``: requests end before the engine is killed over
+  them (``drain``);
 - ``EngineCore.shutdown``: the stream says goodbye before the workers are waited for;
 - ``WorkerBase.__init__``: where states are retained, workers copy whole pages after
   a hit inside a block (``block_copy``);
@@ -30,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from vllm_fork import block_copy, endpoints
+from vllm_fork import block_copy, drain, endpoints
 from vllm_fork.checkpoint import EXTERNAL_ID_ATTRIBUTE
 from vllm_fork.config import (
     ENVIRONMENT_VARIABLES,
@@ -96,6 +98,7 @@ def register() -> None:
         # Loaded where they run; elsewhere importing them would cost seconds.
         if core := sys.modules.get("vllm.v1.engine.core"):
             _wrap(core.EngineCore, "shutdown", _shutdown_after_goodbye)
+            _wrap(core.EngineCoreProc, "_handle_shutdown", drain.bounded)
         if workers := sys.modules.get("vllm.v1.worker.worker_base"):
             _wrap(workers.WorkerBase, "__init__", _worker_copying_whole_pages)
     except (ImportError, AttributeError) as error:
