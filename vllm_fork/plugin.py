@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from vllm_fork import block_copy, drain, endpoints
+from vllm_fork import block_copy, drain, endpoints, prefix_grid
 from vllm_fork.checkpoint import EXTERNAL_ID_ATTRIBUTE
 from vllm_fork.config import (
     ENVIRONMENT_VARIABLES,
@@ -45,9 +45,11 @@ from vllm_fork.config import (
     exposure_warning,
     load_settings,
 )
+from vllm_fork.server_arguments import gist
 from vllm_fork.support import decide
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
@@ -165,6 +167,8 @@ def _checked_engine_config(original: Any) -> Any:
         with _own_refusals_in_one_sentence():
             config = original(self, *args, **kwargs)
         active = settings.active and check(settings, config)
+        if serving_pid == os.getpid():
+            _check_grid(config)
         setattr(config.scheduler_config, _ACTIVE, active)
         if is_fork_serve() and settings.events.enabled and not config.shutdown_timeout:
             config.shutdown_timeout = SHUTDOWN_TIMEOUT_S
@@ -288,6 +292,13 @@ def _check_fit(retain: bool) -> None:
         raise _refusal(MISFIT.format(error)) from error
 
 
+def _check_grid(config: VllmConfig) -> None:
+    """Told here, it is a sentence; in the engine it is a traceback."""
+    refusal = prefix_grid.why_engine_refuses(config)
+    if refusal:
+        raise _refusal(refusal)
+
+
 def _check_events(settings: Settings, config: VllmConfig) -> None:
     events = settings.events
     parallel = config.parallel_config
@@ -320,16 +331,24 @@ def _own_refusals_in_one_sentence() -> Iterator[None]:
         return
     try:
         yield
-    except (ValueError, OSError, AssertionError, NotImplementedError) as error:
+    except StartRefused:
+        raise
+    except Exception as error:
+        logger.debug("vLLM refuses this configuration.", exc_info=True)
         raise _refusal(f"vLLM refuses this configuration: {_gist(error)}") from error
 
 
 def _gist(error: Exception) -> str:
     """An error on one line; of a pydantic one, what its validators said."""
-    text = str(error)
     if isinstance(error, ValidationError):
-        text = "; ".join(item["msg"] for item in error.errors())
-    return " ".join(text.split()) or type(error).__name__
+        error = ValueError("; ".join(map(_complaint, error.errors())))
+    return gist(error)
+
+
+def _complaint(item: ErrorDetails) -> str:
+    where = ".".join(map(str, item["loc"]))
+    what = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return f"{where}: {what}" if where else what
 
 
 def _refusal(sentence: str, kind: type[StartRefused] = StartRefused) -> StartRefused:

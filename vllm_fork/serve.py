@@ -19,7 +19,12 @@ from vllm_fork.config import (
     load_settings,
     misspelt_variables,
 )
-from vllm_fork.server_arguments import why_no_address, why_no_model
+from vllm_fork.server_arguments import (
+    unusable,
+    why_no_address,
+    why_no_model,
+    why_unparsable,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -45,6 +50,8 @@ def serve(arguments: Sequence[str]) -> None:
         load_settings(os.environ)
     except SettingsError as error:
         raise ServeError(str(error)) from None
+    if problem := why_unparsable(arguments):
+        raise ServeError(problem)
     try:
         from vllm.entrypoints.cli.main import main
         from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -59,8 +66,11 @@ def serve(arguments: Sequence[str]) -> None:
     plugin.serving_pid = os.getpid()
     sys.argv = ["vllm", "serve", *arguments]
     run = ServeSubcommand.cmd
+    is_parsed = False
 
     def checked(parsed: argparse.Namespace) -> None:
+        nonlocal is_parsed
+        is_parsed = True
         if parsed.model_tag is not None:
             parsed.model = parsed.model_tag
         if problem := why_no_model(parsed) or why_no_address(parsed):
@@ -73,5 +83,9 @@ def serve(arguments: Sequence[str]) -> None:
         main()
     except plugin.StartRefused as error:
         raise ServeError(str(error)) from None
+    except Exception as error:
+        if is_parsed:
+            raise
+        raise ServeError(unusable(error)) from None
     finally:
         ServeSubcommand.cmd = staticmethod(run)  # type: ignore[assignment, method-assign]
