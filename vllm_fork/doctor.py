@@ -24,6 +24,7 @@ from vllm_fork.server_arguments import (
     ArgumentsRefused,
     parse,
     why_no_address,
+    why_no_files,
     why_no_model,
 )
 
@@ -239,6 +240,8 @@ def _examine_model(report: Report, arguments: Sequence[str]) -> None:
         return
     if taken := why_no_address(parsed):
         report.add("address", "problem", taken)
+    if lacking := why_no_files(parsed):  # perhaps not downloaded yet
+        report.add("model", "note", lacking)
     plugin.serving_pid = os.getpid()
     plugin.register()
     try:

@@ -71,6 +71,10 @@ serving_pid: int | None = None
 """The process that runs ``vllm-fork serve``: there, and there alone, a taken port
 refuses the start, and vLLM's own refusals are told in one sentence."""
 
+is_engine_configured = False
+"""Whether this process has made an engine's configuration, which vLLM does once it has
+accepted its arguments."""
+
 
 class StartRefused(ValueError):
     """The engine must not start so; the message is one sentence for the operator."""
@@ -156,6 +160,7 @@ def _told_of_an_unreadable_model(original: Any) -> Any:
 
 def _checked_engine_config(original: Any) -> Any:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> VllmConfig:
+        global is_engine_configured
         settings = front_end_settings(self.additional_config)
         self.prefix_cache_retention_interval = retention_interval(
             os.environ.get(RETENTION_INTERVAL_ENV), self.prefix_cache_retention_interval
@@ -177,6 +182,7 @@ def _checked_engine_config(original: Any) -> Any:
                 "has sent its last events).",
                 SHUTDOWN_TIMEOUT_S,
             )
+        is_engine_configured = True
         return config
 
     return create_engine_config

@@ -22,6 +22,7 @@ from vllm_fork.config import (
 from vllm_fork.server_arguments import (
     unusable,
     why_no_address,
+    why_no_files,
     why_no_model,
     why_unparsable,
 )
@@ -66,25 +67,30 @@ def serve(arguments: Sequence[str]) -> None:
     plugin.serving_pid = os.getpid()
     sys.argv = ["vllm", "serve", *arguments]
     run = ServeSubcommand.cmd
-    is_parsed = False
+    is_accepted = False
 
     def checked(parsed: argparse.Namespace) -> None:
-        nonlocal is_parsed
-        is_parsed = True
+        nonlocal is_accepted
         if parsed.model_tag is not None:
             parsed.model = parsed.model_tag
-        if problem := why_no_model(parsed) or why_no_address(parsed):
+        if problem := (
+            why_no_model(parsed) or why_no_address(parsed) or why_no_files(parsed)
+        ):
             raise ServeError(problem)
         plugin.register()  # before vLLM does, which has begun to read the model then
+        # Its supervisor of many servers configures no engine itself.
+        is_accepted = parsed.data_parallel_multi_port_external_lb
         run(parsed)
 
     ServeSubcommand.cmd = staticmethod(checked)  # type: ignore[assignment, method-assign]
     try:
         main()
+    except ServeError:
+        raise
     except plugin.StartRefused as error:
         raise ServeError(str(error)) from None
     except Exception as error:
-        if is_parsed:
+        if is_accepted or plugin.is_engine_configured:
             raise
         raise ServeError(unusable(error)) from None
     finally:

@@ -7,7 +7,6 @@ itself tells in a traceback.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
@@ -15,6 +14,12 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+
+from vllm_fork.model_folder import (
+    why_no_configuration,
+    why_no_tokenizer,
+    why_no_weights,
+)
 
 MAX_PORT: Final = 65_535
 MAX_GIST: Final = 400
@@ -106,22 +111,27 @@ def why_no_model(arguments: argparse.Namespace) -> str | None:
     tokenizer = arguments.tokenizer
     if tokenizer and _can_only_be_a_folder(tokenizer) and not Path(tokenizer).exists():
         return f"There is no folder {tokenizer} for --tokenizer."
-    return _why_no_configuration(folder / "config.json")
+    return why_no_configuration(folder)
 
 
-def _why_no_configuration(path: Path) -> str | None:
-    """Of a model's ``config.json``, if there is one."""
-    if not path.exists():
+def why_no_files(arguments: argparse.Namespace) -> str | None:
+    """One sentence if the model's folder lacks what the engine will look for.
+
+    Args:
+        arguments: as for :func:`why_no_model`. Of a repository nothing is known.
+    """
+    folder = Path(arguments.model)
+    if not folder.is_dir():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if arguments.load_format == "auto" and (why := why_no_weights(folder)):
+            return why
+        is_looked_for = arguments.tokenizer_mode == "auto" and not (
+            arguments.tokenizer or arguments.skip_tokenizer_init
+        )
+        return why_no_tokenizer(folder) if is_looked_for else None
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}."
-    except (ValueError, RecursionError) as error:
-        return f"{path} is not JSON ({error}): expected a model's configuration."
-    if not isinstance(content, dict):
-        return f"{path} is not an object: expected a model's configuration."
-    return None
+        return f"{error.filename} cannot be read: {error.strerror or error}."
 
 
 def _can_only_be_a_folder(model: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ def settings(**events: object) -> dict[str, str]:
     return {RETENTION_ENV: json.dumps({"events": events})}
 
 
+WOULD_HAVE_RUN = "the server would have run"
 FREE = settings(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
 
 
@@ -130,6 +132,7 @@ def quiet_environment(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(plugin, "serving_pid", None)
+    monkeypatch.setattr(plugin, "is_engine_configured", False)
 
 
 @pytest.mark.usefixtures("quiet_environment")
@@ -141,7 +144,7 @@ class TestServe:
         """What is said in the end."""
 
         def run_server(parsed: object) -> None:
-            raise AssertionError("the server would have run")
+            raise AssertionError(WOULD_HAVE_RUN)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ServeSubcommand, "cmd", staticmethod(run_server))
@@ -204,8 +207,67 @@ class TestServe:
         sentence = f"vllm-fork: The server cannot listen on 127.0.0.1:{port} (address "
         assert said.startswith(sentence)
 
-    def test_what_goes_wrong_later_keeps_its_traceback(self):
-        with pytest.raises(AssertionError, match="the server would have run"):
+    @pytest.mark.parametrize(
+        ("name", "content", "sentence"),
+        [
+            (
+                "model.safetensors",
+                None,
+                "There are no weights in {folder}: expect",
+            ),
+            (
+                "model.safetensors",
+                b"version https://git-lfs",
+                "{path} is no safetensor",
+            ),
+            (
+                "model.safetensors",
+                b"",
+                "{path} is no safetensors file (a Git LFS ",
+            ),
+            (
+                "tokenizer.json",
+                None,
+                "There is no tokenizer in {folder}: name one",
+            ),
+            (
+                "tokenizer.json",
+                b"version https://git-lfs",
+                "{path} is not JSON (a Git L",
+            ),
+        ],
+    )
+    def test_folder_without_all_files(
+        self, hybrid_model, tmp_path, name, content, sentence
+    ):
+        folder = tmp_path / "model"
+        shutil.copytree(hybrid_model, folder)
+        path = folder / name
+        path.unlink() if content is None else path.write_bytes(content)
+        said = self.serve(str(folder), "--port", "0")
+        assert said.startswith(
+            f"vllm-fork: {sentence.format(folder=folder, path=path)}"
+        )
+
+    @pytest.mark.parametrize(
+        "elsewhere",
+        [["--load-format", "dummy"], ["--tokenizer", "m"], ["--skip-tokenizer-init"]],
+    )
+    def test_files_that_are_not_looked_for(self, hybrid_model, tmp_path, elsewhere):
+        folder = tmp_path / "model"
+        shutil.copytree(hybrid_model, folder)
+        is_dummy = "dummy" in elsewhere
+        (folder / ("model.safetensors" if is_dummy else "tokenizer.json")).unlink()
+        said = self.serve(str(folder), "--port", "0", *elsewhere)
+        assert said.endswith(WOULD_HAVE_RUN)
+
+    def test_what_vllm_refuses_before_there_is_an_engine(self):
+        said = self.serve("m", "--port", "0")
+        assert said == f"vllm-fork: vLLM cannot use these arguments: {WOULD_HAVE_RUN}"
+
+    def test_what_goes_wrong_later_keeps_its_traceback(self, monkeypatch):
+        monkeypatch.setattr(plugin, "is_engine_configured", True)
+        with pytest.raises(AssertionError, match=WOULD_HAVE_RUN):
             self.serve("m", "--port", "0")
 
 
