@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -21,7 +20,13 @@ from vllm_fork.config import (
     load_settings,
     misspelt_variables,
 )
-from vllm_fork.server_arguments import why_no_address, why_no_model
+from vllm_fork.server_arguments import (
+    ArgumentsRefused,
+    parse,
+    why_no_address,
+    why_no_files,
+    why_no_model,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -217,16 +222,16 @@ def _examine_tracing(report: Report, environ: MutableMapping[str, str]) -> None:
 def _examine_model(report: Report, arguments: Sequence[str]) -> None:
     """What the front end of the server would decide, without the server."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_fork import plugin
     from vllm_fork.support import decide
 
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm-fork doctor"))
-    # vLLM's parser reads a --config file and checks flags only for `serve`.
-    sys.argv = ["vllm", "serve", *arguments]
-    parsed = parser.parse_args(list(arguments))
+    try:
+        parsed = parse(arguments)
+    except ArgumentsRefused as error:
+        report.add("arguments", "problem", str(error))
+        report.reason = str(error)
+        return
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
     if absent := why_no_model(parsed):
@@ -235,6 +240,8 @@ def _examine_model(report: Report, arguments: Sequence[str]) -> None:
         return
     if taken := why_no_address(parsed):
         report.add("address", "problem", taken)
+    if lacking := why_no_files(parsed):  # perhaps not downloaded yet
+        report.add("model", "note", lacking)
     plugin.serving_pid = os.getpid()
     plugin.register()
     try:
@@ -254,11 +261,6 @@ def _examine_model(report: Report, arguments: Sequence[str]) -> None:
 
 
 def _examine_grid(report: Report, settings: Settings, config: VllmConfig) -> None:
-    """What the engine would find out once the model is loaded."""
     block_size = prefix_grid.expected_block_size(config)
-    refusal = prefix_grid.why_engine_refuses(config, block_size)
-    if refusal:
-        report.retention, report.reason = "refused", refusal
-        return
     for sentence in prefix_grid.notes(config, settings, block_size):
         report.add("prefixes", "note", sentence)

@@ -175,13 +175,16 @@ class Observer:
             arrival_unix_ns=int(request.arrival_time * NANOSECONDS),
         )
 
-    def finished(self, request: Request) -> None:
-        """A request ended; its checkpoints have reached their last stage."""
+    def finished(self, request: Request, finish_reason: str | None = None) -> None:
+        """A request ended; its checkpoints have reached their last stage.
+
+        ``finish_reason``: of one that vLLM itself has not ended.
+        """
         if not self.enabled:
             return
         seen = self._see(request)
         del self._seen[request.request_id]
-        reason = request.get_finished_reason()
+        reason = finish_reason or request.get_finished_reason()
         self.emit(
             events.RequestFinished,
             **seen.identity._asdict(),

@@ -8,6 +8,8 @@ workers. It wraps a few methods and replaces nothing on disk:
   a mistake can be told in one sentence (in the engine process it is a traceback);
 - ``SchedulerConfig.get_scheduler_cls``: the engine gets the scheduler class that
   vLLM resolved, with checkpoints mixed in;
+- ``EngineCoreProc._handle_shutdown``: requests end before the engine is killed over
+  them (``drain``);
 - ``EngineCore.shutdown``: the stream says goodbye before the workers are waited for;
 - ``WorkerBase.__init__``: where states are retained, workers copy whole pages after
   a hit inside a block (``block_copy``);
@@ -30,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from vllm_fork import block_copy, endpoints
+from vllm_fork import block_copy, drain, endpoints, prefix_grid
 from vllm_fork.checkpoint import EXTERNAL_ID_ATTRIBUTE
 from vllm_fork.config import (
     ENVIRONMENT_VARIABLES,
@@ -43,9 +45,11 @@ from vllm_fork.config import (
     exposure_warning,
     load_settings,
 )
+from vllm_fork.server_arguments import gist
 from vllm_fork.support import decide
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
@@ -66,6 +70,10 @@ _ACTIVE: Final = "_checkpoints_active"
 serving_pid: int | None = None
 """The process that runs ``vllm-fork serve``: there, and there alone, a taken port
 refuses the start, and vLLM's own refusals are told in one sentence."""
+
+is_engine_configured = False
+"""Whether this process has made an engine's configuration, which vLLM does once it has
+accepted its arguments."""
 
 
 class StartRefused(ValueError):
@@ -96,6 +104,7 @@ def register() -> None:
         # Loaded where they run; elsewhere importing them would cost seconds.
         if core := sys.modules.get("vllm.v1.engine.core"):
             _wrap(core.EngineCore, "shutdown", _shutdown_after_goodbye)
+            _wrap(core.EngineCoreProc, "_handle_shutdown", drain.bounded)
         if workers := sys.modules.get("vllm.v1.worker.worker_base"):
             _wrap(workers.WorkerBase, "__init__", _worker_copying_whole_pages)
     except (ImportError, AttributeError) as error:
@@ -151,6 +160,7 @@ def _told_of_an_unreadable_model(original: Any) -> Any:
 
 def _checked_engine_config(original: Any) -> Any:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> VllmConfig:
+        global is_engine_configured
         settings = front_end_settings(self.additional_config)
         self.prefix_cache_retention_interval = retention_interval(
             os.environ.get(RETENTION_INTERVAL_ENV), self.prefix_cache_retention_interval
@@ -162,6 +172,8 @@ def _checked_engine_config(original: Any) -> Any:
         with _own_refusals_in_one_sentence():
             config = original(self, *args, **kwargs)
         active = settings.active and check(settings, config)
+        if serving_pid == os.getpid():
+            _check_grid(config)
         setattr(config.scheduler_config, _ACTIVE, active)
         if is_fork_serve() and settings.events.enabled and not config.shutdown_timeout:
             config.shutdown_timeout = SHUTDOWN_TIMEOUT_S
@@ -170,6 +182,7 @@ def _checked_engine_config(original: Any) -> Any:
                 "has sent its last events).",
                 SHUTDOWN_TIMEOUT_S,
             )
+        is_engine_configured = True
         return config
 
     return create_engine_config
@@ -285,6 +298,13 @@ def _check_fit(retain: bool) -> None:
         raise _refusal(MISFIT.format(error)) from error
 
 
+def _check_grid(config: VllmConfig) -> None:
+    """Told here, it is a sentence; in the engine it is a traceback."""
+    refusal = prefix_grid.why_engine_refuses(config)
+    if refusal:
+        raise _refusal(refusal)
+
+
 def _check_events(settings: Settings, config: VllmConfig) -> None:
     events = settings.events
     parallel = config.parallel_config
@@ -317,16 +337,24 @@ def _own_refusals_in_one_sentence() -> Iterator[None]:
         return
     try:
         yield
-    except (ValueError, OSError, AssertionError, NotImplementedError) as error:
+    except StartRefused:
+        raise
+    except Exception as error:
+        logger.debug("vLLM refuses this configuration.", exc_info=True)
         raise _refusal(f"vLLM refuses this configuration: {_gist(error)}") from error
 
 
 def _gist(error: Exception) -> str:
     """An error on one line; of a pydantic one, what its validators said."""
-    text = str(error)
     if isinstance(error, ValidationError):
-        text = "; ".join(item["msg"] for item in error.errors())
-    return " ".join(text.split()) or type(error).__name__
+        error = ValueError("; ".join(map(_complaint, error.errors())))
+    return gist(error)
+
+
+def _complaint(item: ErrorDetails) -> str:
+    where = ".".join(map(str, item["loc"]))
+    what = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return f"{where}: {what}" if where else what
 
 
 def _refusal(sentence: str, kind: type[StartRefused] = StartRefused) -> StartRefused:

@@ -2,8 +2,8 @@
 
 The block size of a hybrid model is settled in the engine, once the model is loaded,
 and what does not divide it (``--prefix-match-unit``) or is no multiple of it
-(``--prefix-cache-retention-interval``) ends the engine there. The doctor works the
-size out beforehand, by vLLM's own rule.
+(``--prefix-cache-retention-interval``) ends the engine there, in a traceback. The
+front end and the doctor work the size out beforehand, by vLLM's own rule.
 """
 
 from __future__ import annotations
@@ -62,18 +62,24 @@ def _aligned_block_size(config: VllmConfig) -> int:
     return int(trial.cache_config.block_size)
 
 
-def why_engine_refuses(config: VllmConfig, block_size: int | None) -> str | None:
+def why_engine_refuses(config: VllmConfig) -> str | None:
     """One sentence if the engine would end at these settings; None if it would not, or
     if that cannot be told.
 
     Args:
-        config: as the front end made it.
-        block_size: tokens, of :func:`expected_block_size`.
+        config: as the front end made it, of any model.
     """
-    if block_size is None:
-        return None
     cache = config.cache_config
     unit = cache.prefix_match_unit
+    interval = cache.prefix_cache_retention_interval
+    model = config.model_config
+    if not (unit or interval) or model is None or not model.is_hybrid:
+        return None
+    if not cache.enable_prefix_caching or cache.mamba_cache_mode != "align":
+        return None
+    block_size = expected_block_size(config)
+    if block_size is None:
+        return None
     if unit and block_size % unit:
         nearest = _divisor_up_to(block_size, unit)
         return (
@@ -81,7 +87,6 @@ def why_engine_refuses(config: VllmConfig, block_size: int | None) -> str | None
             f"{block_size} tokens that vLLM chooses for this model: take one that "
             f"does, such as {nearest}."
         )
-    interval = cache.prefix_cache_retention_interval
     step = block_size * config.parallel_config.decode_context_parallel_size
     if interval and interval % step:
         return (

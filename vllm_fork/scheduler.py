@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 import vllm_fork
@@ -527,12 +528,19 @@ class CheckpointSchedulerMixin(_Base):
         try:
             if self.retention is not None:
                 self.retention.abandon("shutdown")
+            self._end_open_requests()
             self.observer.emit(events.EngineStopped)
             self.observer.flush()
             if self.publisher is not None:
                 self.publisher.shutdown()
         except Exception:
             logger.exception("The checkpoint stream did not shut down in order.")
+
+    def _end_open_requests(self) -> None:
+        """Those that an engine in trouble takes with it: vLLM ends none of them."""
+        for request in self.requests.values():
+            if not request.is_finished():
+                self.observer.finished(request, str(FinishReason.ERROR))
 
     def check_integrity(self) -> IntegrityReport | None:
         """Count every block's holders; None where nothing is retained.

@@ -19,7 +19,13 @@ from vllm_fork.config import (
     load_settings,
     misspelt_variables,
 )
-from vllm_fork.server_arguments import why_no_address, why_no_model
+from vllm_fork.server_arguments import (
+    unusable,
+    why_no_address,
+    why_no_files,
+    why_no_model,
+    why_unparsable,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -45,6 +51,8 @@ def serve(arguments: Sequence[str]) -> None:
         load_settings(os.environ)
     except SettingsError as error:
         raise ServeError(str(error)) from None
+    if problem := why_unparsable(arguments):
+        raise ServeError(problem)
     try:
         from vllm.entrypoints.cli.main import main
         from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -59,19 +67,31 @@ def serve(arguments: Sequence[str]) -> None:
     plugin.serving_pid = os.getpid()
     sys.argv = ["vllm", "serve", *arguments]
     run = ServeSubcommand.cmd
+    is_accepted = False
 
     def checked(parsed: argparse.Namespace) -> None:
+        nonlocal is_accepted
         if parsed.model_tag is not None:
             parsed.model = parsed.model_tag
-        if problem := why_no_model(parsed) or why_no_address(parsed):
+        if problem := (
+            why_no_model(parsed) or why_no_address(parsed) or why_no_files(parsed)
+        ):
             raise ServeError(problem)
         plugin.register()  # before vLLM does, which has begun to read the model then
+        # Its supervisor of many servers configures no engine itself.
+        is_accepted = parsed.data_parallel_multi_port_external_lb
         run(parsed)
 
     ServeSubcommand.cmd = staticmethod(checked)  # type: ignore[assignment, method-assign]
     try:
         main()
+    except ServeError:
+        raise
     except plugin.StartRefused as error:
         raise ServeError(str(error)) from None
+    except Exception as error:
+        if is_accepted or plugin.is_engine_configured:
+            raise
+        raise ServeError(unusable(error)) from None
     finally:
         ServeSubcommand.cmd = staticmethod(run)  # type: ignore[assignment, method-assign]

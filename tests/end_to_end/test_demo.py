@@ -11,10 +11,12 @@ import time
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from event_consumer import names
 from event_consumer.otlp_receiver import ReceivedLink, ReceivedSpan
 from vllm_fork.demo import checks
+from vllm_fork.demo.__main__ import Demo, Ended, _stay_up, app
 from vllm_fork.demo.dialog import TurnResult
 from vllm_fork.demo.processes import DemoError, Service, require_free
 from vllm_fork.demo.table import ab_table
@@ -154,6 +156,73 @@ def test_demo_ends_with_that_sentence(tmp_path):
     assert demo.stderr.startswith(f"demo: port {port} for the dashboard cannot be used")
     assert "Traceback" not in demo.stderr
     assert not (tmp_path / "demo").exists()
+
+
+def run_demo(directory, *more):
+    """Up to what keeps it from starting anything."""
+    command = [sys.executable, "-m", "vllm_fork.demo", "--directory", str(directory)]
+    return subprocess.run(
+        [*command, "--port", "18100", *more],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "precious"])
+def test_a_folder_that_is_not_the_demo_s_is_left_alone(tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "data").write_text("mine")
+    demo = run_demo(tmp_path / place)
+    assert demo.returncode == 1
+    (sentence, _) = (demo.stderr + demo.stdout).splitlines()
+    assert sentence.startswith(f"demo: {tmp_path / place} ")
+    assert sentence.endswith(" with --directory.")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "precious" / "data").read_text() == "mine"
+
+
+def test_an_earlier_demo_s_folder_is_emptied(tmp_path):
+    directory = tmp_path / "demo"
+    directory.mkdir()
+    demo = Demo(directory, 18100, None)
+    (directory / "tiny-model.log").touch()
+    (directory / "checkpoints.db").touch()
+    demo._empty_directory()
+    assert list(directory.iterdir()) == []
+    demo._empty_directory()
+
+
+def test_addresses_of_a_demo_that_stays_up(tmp_path, monkeypatch, capsys):
+    """Ctrl-C comes as soon as they are printed."""
+
+    def interrupt(_):
+        raise Ended(signal.SIGINT)
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    _stay_up(Demo(tmp_path, 18100, "http://collector:4317"))
+    printed = capsys.readouterr().out
+    for address in (
+        "http://127.0.0.1:18100\n",
+        "http://127.0.0.1:18101/healthz\n",
+        "http://127.0.0.1:18101/metrics\n",
+        "http://127.0.0.1:18102/v1  (model tiny-hybrid)\n",
+        "http://127.0.0.1:18102/metrics\n",
+        "http://127.0.0.1:18105/v1 ",
+        "tcp://127.0.0.1:18106  (replay tcp://127.0.0.1:18107)\n",
+        "http://collector:4317\n",
+        f"sqlite:///{tmp_path}/checkpoints.db\n",
+    ):
+        assert f"  {address}" in printed
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65529", "abc"])
+def test_first_port_that_is_none(tmp_path, port):
+    demo = CliRunner().invoke(app, ["--port", port, "--directory", str(tmp_path / "d")])
+    assert demo.exit_code == 2
+    assert "Invalid value for '--port'" in demo.stderr
+    assert not (tmp_path / "d").exists()
 
 
 SLOW_TO_END = "trap 'sleep 1; exit' TERM; while :; do sleep 0.1; done"

@@ -1,4 +1,4 @@
-"""Model folders with a configuration and nothing else: what the front end reads."""
+"""Model folders of which the configuration alone is real: what the front end reads."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ def log() -> Iterator[list[str]]:
 
 def _folder(folder: Path, config: dict) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    header = b"{}"
+    (folder / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header
+    )
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 from typer.testing import CliRunner
+from vllm.entrypoints.cli.serve import ServeSubcommand
 
 from vllm_fork import activation, plugin, prefix_grid
 from vllm_fork.cli import app
@@ -35,6 +37,7 @@ def settings(**events: object) -> dict[str, str]:
     return {RETENTION_ENV: json.dumps({"events": events})}
 
 
+WOULD_HAVE_RUN = "the server would have run"
 FREE = settings(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
 
 
@@ -98,46 +101,180 @@ def test_misspelt_variable_is_told_before_the_server_starts():
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["/no/such/model"], "There is no folder /no/such/model: name that of a model"),
-        ([], "No model is named: name its folder"),
-        (["no-such/model"], "vLLM cannot read the model no-such/model: "),
-    ],
-)
-def test_model_that_is_not_there_is_one_sentence(arguments, sentence):
-    done = run("vllm-fork", "serve", *arguments, "--port", "0", **FREE)
+def test_model_that_vllm_cannot_read_is_one_sentence():
+    done = run("vllm-fork", "serve", "no-such/model", "--port", "0", **FREE)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"vllm-fork: {sentence}")
-    assert "Traceback" not in done.stdout + done.stderr
-
-
-def test_taken_address_is_one_sentence():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        address = ("--host", "127.0.0.1", "--port", port)
-        done = run("vllm-fork", "serve", "no-such/model", *address, **FREE)
-    assert done.returncode == 2
-    sentence = f"vllm-fork: The server cannot listen on 127.0.0.1:{port} (address alrea"
+    sentence = "vllm-fork: vLLM cannot read the model no-such/model: "
     assert done.stderr.splitlines()[-1].startswith(sentence)
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.fixture
+def bad_folder(tmp_path):
+    """Of a model, whose ``config.json`` is what the test says."""
+
+    def bad_folder(content: str | None) -> str:
+        if content is None:
+            (tmp_path / "config.json").mkdir()
+        else:
+            (tmp_path / "config.json").write_text(content)
+        return str(tmp_path)
+
+    return bad_folder
+
+
+@pytest.fixture
+def quiet_environment(monkeypatch):
+    """The commands set variables: they go with the test."""
+    monkeypatch.setenv(SERVE_ENV, "0")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    for name, value in FREE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(plugin, "serving_pid", None)
+    monkeypatch.setattr(plugin, "is_engine_configured", False)
+
+
+@pytest.mark.usefixtures("quiet_environment")
+class TestServe:
+    """In this process, for what is told before the server runs."""
+
+    @staticmethod
+    def serve(*arguments: str) -> str:
+        """What is said in the end."""
+
+        def run_server(parsed: object) -> None:
+            raise AssertionError(WOULD_HAVE_RUN)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ServeSubcommand, "cmd", staticmethod(run_server))
+            result = CliRunner().invoke(app, ["serve", *arguments])
+        assert isinstance(result.exception, SystemExit), result.exception
+        assert result.exit_code == 2
+        return result.stderr.splitlines()[-1]
+
+    @pytest.mark.parametrize(
+        ("arguments", "sentence"),
+        [
+            (["/no/such/model"], "There is no folder /no/such/model: name that of a"),
+            (["no/such/model"], "There is no folder no/such/model: name that of a mod"),
+            ([], "No model is named: name its folder"),
+            ([""], "No model is named: name its folder"),
+            (["--model"], "--model has no value: name the model's folder"),
+            (["--model", "/no/such/model"], "There is no folder /no/such/model: name"),
+            (["--port", "1", "--model=/no/such/model"], "There is no folder /no/such/"),
+            ([__file__], f"{__file__} is a file: name the folder that the model is in"),
+            (["m", "--tokenizer", "/no/such"], "There is no folder /no/such for --tok"),
+            (["m", "--config"], "vLLM cannot use these arguments: No config file spec"),
+            (["m", "--config", "/no/such.yaml"], "vLLM cannot use these arguments: ["),
+            (["m", "--enable-auto-tool-choice"], "vLLM cannot use these arguments: --"),
+            (["m", "--chat-template", "/no/such"], "vLLM cannot use these arguments: "),
+            (
+                ["m", "--uds", "/no/such/socket"],
+                "There is no folder /no/such for --uds",
+            ),
+            (["m", "--uds", __file__], f"--uds {__file__} exists already: stop the"),
+            (["m", "--port", "65536"], "--port is 65536: expected a number from 0 to"),
+            (["m", "--ssl-keyfile", "/no"], "There is no file /no for --ssl-keyfile."),
+        ],
+    )
+    def test_bad_arguments(self, arguments, sentence):
+        assert self.serve(*arguments).startswith(f"vllm-fork: {sentence}")
+
+    @pytest.mark.parametrize("argument", ["--nosuch", "extra"])
+    def test_what_vllm_s_parser_refuses(self, argument):
+        said = self.serve("m", argument)
+        assert said == f"vllm: error: unrecognized arguments: {argument}"
+
+    @pytest.mark.parametrize(
+        ("content", "complaint"),
+        [
+            ("", "is not JSON (Expecting value: line 1 column 1 (char 0)): expected"),
+            ("junk", "is not JSON (Expecting value: "),
+            ("[1]", "is not an object: expected a model's configuration."),
+            (None, "cannot be read: Is a directory."),
+        ],
+    )
+    def test_folder_without_a_configuration(self, bad_folder, content, complaint):
+        folder = bad_folder(content)
+        sentence = f"vllm-fork: {folder}/config.json {complaint}"
+        assert self.serve(folder, "--port", "0").startswith(sentence)
+
+    def test_taken_address(self):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+            said = self.serve("m", "--host", "127.0.0.1", "--port", port)
+        sentence = f"vllm-fork: The server cannot listen on 127.0.0.1:{port} (address "
+        assert said.startswith(sentence)
+
+    @pytest.mark.parametrize(
+        ("name", "content", "sentence"),
+        [
+            (
+                "model.safetensors",
+                None,
+                "There are no weights in {folder}: expect",
+            ),
+            (
+                "model.safetensors",
+                b"version https://git-lfs",
+                "{path} is no safetensor",
+            ),
+            (
+                "model.safetensors",
+                b"",
+                "{path} is no safetensors file (a Git LFS ",
+            ),
+            (
+                "tokenizer.json",
+                None,
+                "There is no tokenizer in {folder}: name one",
+            ),
+            (
+                "tokenizer.json",
+                b"version https://git-lfs",
+                "{path} is not JSON (a Git L",
+            ),
+        ],
+    )
+    def test_folder_without_all_files(
+        self, hybrid_model, tmp_path, name, content, sentence
+    ):
+        folder = tmp_path / "model"
+        shutil.copytree(hybrid_model, folder)
+        path = folder / name
+        path.unlink() if content is None else path.write_bytes(content)
+        said = self.serve(str(folder), "--port", "0")
+        assert said.startswith(
+            f"vllm-fork: {sentence.format(folder=folder, path=path)}"
+        )
+
+    @pytest.mark.parametrize(
+        "elsewhere",
+        [["--load-format", "dummy"], ["--tokenizer", "m"], ["--skip-tokenizer-init"]],
+    )
+    def test_files_that_are_not_looked_for(self, hybrid_model, tmp_path, elsewhere):
+        folder = tmp_path / "model"
+        shutil.copytree(hybrid_model, folder)
+        is_dummy = "dummy" in elsewhere
+        (folder / ("model.safetensors" if is_dummy else "tokenizer.json")).unlink()
+        said = self.serve(str(folder), "--port", "0", *elsewhere)
+        assert said.endswith(WOULD_HAVE_RUN)
+
+    def test_what_vllm_refuses_before_there_is_an_engine(self):
+        said = self.serve("m", "--port", "0")
+        assert said == f"vllm-fork: vLLM cannot use these arguments: {WOULD_HAVE_RUN}"
+
+    def test_what_goes_wrong_later_keeps_its_traceback(self, monkeypatch):
+        monkeypatch.setattr(plugin, "is_engine_configured", True)
+        with pytest.raises(AssertionError, match=WOULD_HAVE_RUN):
+            self.serve("m", "--port", "0")
 
 
 def doctor(*arguments: str) -> tuple[dict, int]:
     """In this process: loading vLLM takes seconds."""
     result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
     return json.loads(result.stdout.splitlines()[-1]), result.exit_code
-
-
-@pytest.fixture
-def quiet_environment(monkeypatch):
-    """The doctor sets variables: they go with the test."""
-    monkeypatch.setenv(SERVE_ENV, "0")
-    for name, value in FREE.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(plugin, "serving_pid", None)
 
 
 def test_doctor_keeps_the_warning_of_torch_to_itself(hybrid_model):
@@ -184,6 +321,37 @@ class TestDoctor:
         report, code = doctor(str(hybrid_model), *arguments)
         assert (report["retention"], code) == ("refused", 1)
         assert report["reason"] == sentence
+
+    @pytest.mark.parametrize("flag", [["--model={}"], ["--model", "{}"]])
+    def test_model_by_flag(self, hybrid_model, flag):
+        """As vLLM takes it: anywhere among the arguments."""
+        named = [part.format(hybrid_model) for part in flag]
+        report, code = doctor("--port", "0", *named, "--prefix-match-unit", "16")
+        assert (report["retention"], code) == ("on", 0)
+
+    @pytest.mark.parametrize("flag", [["--model=Qwen/Qwen3-0.6B"], ["--model", ""]])
+    def test_model_by_flag_that_is_vllm_s_default(self, flag, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        report, _ = doctor(*flag, "--port", "0")
+        is_named = report["reason"].startswith("vLLM cannot read the model Qwen/Qwen3-")
+        assert is_named is (flag != ["--model", ""])
+
+    @pytest.mark.parametrize(
+        "arguments", [["--model"], ["m", "--config", "no.yaml"], ["m", "--config"]]
+    )
+    def test_arguments_that_vllm_cannot_use(self, arguments):
+        report, code = doctor(*arguments)
+        assert (report["retention"], code) == ("unknown", 1)
+        (finding,) = [f for f in report["findings"] if f["subject"] == "arguments"]
+        assert finding["sentence"] == report["reason"]
+
+    def test_configuration_of_the_wrong_types(self, bad_folder, hybrid_model):
+        config = json.loads((hybrid_model / "config.json").read_text())
+        folder = bad_folder(json.dumps(config | {"hidden_size": "abc"}))
+        report, code = doctor(folder, "--port", "0")
+        assert code == 1
+        assert "'hidden_size' expected int, got str" in report["reason"]
+        assert "\n" not in report["reason"]
 
     @pytest.mark.parametrize("unit", [[], ["--prefix-match-unit", "384"]])
     def test_what_is_lost_without_a_fine_unit(self, hybrid_model, unit, monkeypatch):

@@ -375,6 +375,34 @@ def test_vllm_s_own_refusals_are_one_sentence_too(configure, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.usefixtures("fork_serve")
+@pytest.mark.parametrize("retain", ["0", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"prefix_match_unit": 17}, "--prefix-match-unit 17 does not divide the block"),
+        ({"prefix_cache_retention_interval": 400}, "interval 400 is no multiple of "),
+    ],
+)
+def test_what_would_end_the_engine_is_refused(configure, retain, arguments, sentence):
+    with pytest.raises(StartRefused, match=sentence):
+        configure({RETAIN_ENV: retain} | free_ports(), **arguments)
+
+
+@pytest.mark.usefixtures("fork_serve")
+def test_what_the_engine_takes_is_not_refused(configure, dense_model):
+    """It looks at the unit with a prefix cache alone; of other models nothing is known
+    before the engine runs."""
+    environ = {RETAIN_ENV: "0"} | free_ports()
+    configure(environ, prefix_match_unit=17, enable_prefix_caching=False)
+    configure(environ, prefix_match_unit=17, model=dense_model)
+    configure(environ, prefix_match_unit=16)
+
+
+def test_plain_vllm_leaves_the_unit_to_the_engine(configure):
+    configure({RETAIN_ENV: "1"}, prefix_match_unit=17)
+
+
 def test_plain_vllm_refuses_as_it_always_did(configure, tmp_path):
     with pytest.raises(Exception) as error:  # noqa: PT011
         configure(model=tmp_path)

@@ -26,6 +26,8 @@ from vllm_fork.demo.table import ab_table
 
 SETTLE_S = 30.0
 """How long the consumer may take to have told everything."""
+FIRST_LOG: Final = "tiny-model"
+"""Its file is the first that a demo writes: a folder that has it is a demo's."""
 ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -71,11 +73,10 @@ class Demo:
                 **self.on.ports(),
             }
         )
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
+        self._empty_directory()
         model = self.directory / "model"
         self.say("writing the tiny hybrid model")
-        services.write_model(model, self._log("tiny-model"))
+        services.write_model(model, self._log(FIRST_LOG))
 
         if self.otlp is None:
             self.receiver = self._running.enter_context(OtlpReceiver())
@@ -95,7 +96,7 @@ class Demo:
             )
         )
         consumer.wait_ready(
-            lambda: answers(f"http://{HOST}:{self.consumer_port}/metrics"),
+            lambda: answers(f"{self.consumer_url}/metrics"),
             services.SERVICE_START_S,
         )
         dashboard.wait_ready(
@@ -111,9 +112,53 @@ class Demo:
                 partial(services.engine_ready, arm), services.ENGINE_START_S
             )
 
+    def _empty_directory(self) -> None:
+        """Make the folder, or empty that of an earlier demo; never one of anything
+        else."""
+        try:
+            if not self._is_ours_to_empty():
+                raise DemoError(
+                    f"{self.directory} holds other things than an earlier demo: name "
+                    "a new folder with --directory."
+                )
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(parents=True)
+        except OSError as error:
+            raise DemoError(
+                f"{self.directory} cannot be made ({error.strerror}): name another "
+                "folder with --directory."
+            ) from None
+
+    def _is_ours_to_empty(self) -> bool:
+        if not self.directory.exists() or self._log(FIRST_LOG).exists():
+            return True
+        return not any(self.directory.iterdir())
+
     @property
     def dashboard_url(self) -> str:
         return f"http://{HOST}:{self.dashboard_port}"
+
+    @property
+    def consumer_url(self) -> str:
+        return f"http://{HOST}:{self.consumer_port}"
+
+    def addresses(self) -> dict[str, str]:
+        """Where each thing can be looked at while it runs."""
+        found = {
+            "Dashboard": self.dashboard_url,
+            "Consumer, status": f"{self.consumer_url}/healthz",
+            "Consumer, Prometheus": f"{self.consumer_url}/metrics",
+        }
+        for arm in self.arms:
+            engine = f"Retention {arm.label}"
+            found[f"{engine}, API"] = f"{arm.url}/v1  (model {services.MODEL_NAME})"
+            found[f"{engine}, Prometheus"] = f"{arm.url}/metrics"
+            found[f"{engine}, events"] = f"{arm.events}  (replay {arm.replay})"
+        if self.otlp and self.receiver is None:
+            found["Traces"] = self.otlp
+        found["Store"] = self.store
+        found["Logs"] = f"{self.directory}/*.log"
+        return found
 
     def stop(self) -> None:
         """End everything that was started, the last one first.
@@ -210,10 +255,11 @@ def run(
         bool, typer.Option(help="End after the checks: exit 0 if all hold.")
     ] = False,
     port: Annotated[
-        int, typer.Option(help="The first of eight consecutive ports.", max=65528)
+        int,
+        typer.Option(help="The first of eight consecutive ports.", min=1, max=65528),
     ] = 8100,
     directory: Annotated[
-        Path, typer.Option(help="Model, store and logs; emptied first.")
+        Path, typer.Option(help="Model, store, logs. An earlier demo's is emptied.")
     ] = Path(".demo"),
     otlp: Annotated[
         str | None, typer.Option(help="Send traces there instead of checking them.")
@@ -254,15 +300,10 @@ def _report(found: Iterator[Check]) -> int:
 
 
 def _stay_up(demo: Demo) -> None:
-    print(
-        f"\nDashboard           {demo.dashboard_url}"
-        f"\nRetention off       {demo.off.url}/v1"
-        f"\nRetention on        {demo.on.url}/v1"
-        f"\nStore               {demo.store}"
-        f"\nLogs                {demo.directory}/*.log"
-        "\n\nCtrl-C ends all of it.",
-        flush=True,
-    )
+    found = demo.addresses()
+    width = max(map(len, found)) + 2
+    lines = [f"{what:{width}}{address}" for what, address in found.items()]
+    print("", *lines, "\nCtrl-C ends all of it.", sep="\n", flush=True)
     with contextlib.suppress(Ended):
         while True:
             time.sleep(3600)
