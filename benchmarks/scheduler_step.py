@@ -2,24 +2,25 @@
 
 One engine an arm, each vLLM's own scheduler and KV-cache manager with a worker that
 does nothing; a step is ``schedule`` and ``update_from_output``, one step in flight
-under ``--scheduler async`` as in vLLM's engine core. Arms: ``stock``, three times over,
-since engines that are all the same differ from one start to the next (by where their
-objects lie in memory); ``retention`` (block boundaries alone),
-``exact_tail`` and ``copy64``, each without events and, as ``<arm>_events``, with the
-real publisher. Requests start at lengths spread over a block, so that block boundaries
-and copies spread over the steps.
+under ``--scheduler async`` as in vLLM's engine core. Arms: ``retention`` (block
+boundaries alone), ``exact_tail`` and ``copy64``, each without events and, as
+``<arm>_events``, with the real publisher; and ``stock``. Requests start at lengths
+spread over a block, so that block boundaries and copies spread over the steps.
 
-The arms take turns of some steps in an order drawn anew each round, so that all meet
-the same machine. A ratio is that of an arm's median step in a round to the median of
-the stock arms' in the same round; its median over all rounds is told. Time is the CPU
-time of the stepping thread, which other work on the machine stretches less; ``--clock
-wall`` shows waits as well::
+Engines that are all the same differ by up to 3% from one start to the next, by where
+their objects lie in memory. So each engine is compared with itself: it takes turns as
+it is and as stock vLLM (its scheduler gets vLLM's class back, and nothing of ours is
+left on the KV-cache manager and the pool). Which comes first, and the order of the
+engines, is drawn anew each round, so that all meet the same machine; the first steps
+after a switch do not count. A ratio is that of the median steps of the two turns; its
+median over all rounds is told. Time is the CPU time of the stepping thread, which other
+work on the machine stretches less; ``--clock wall`` shows waits as well::
 
     python benchmarks/scheduler_step.py --json
 
 prints ``{"ratio": {"<arm>@<running>": …}, "aa_spread": …, "extra_us_per_request_step":
-{…}}``. A stock arm's ratio is to the mean of the other two; ``aa_spread`` is the
-largest distance of one from 1.
+{…}}``. ``stock`` is switched as the others are, from stock to stock; ``aa_spread`` is
+the largest distance of its ratios from 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import argparse
 import gc
 import json
 import math
-import operator
 import os
 import random
 import statistics
@@ -53,14 +53,55 @@ BLOCK: Final = 1056
 HASH_UNIT: Final = 16
 SAMPLED_TOKEN: Final = 11
 TURN_S: Final = 0.06
-"""Seconds of a turn at least: the stream's thread does its work of a turn within it."""
-MIN_STEPS: Final = 4
-STOCK: Final = ("stock", "stock_again", "stock_once_more")
+"""Seconds of a turn at least, and of the steps before it that do not count: the
+stream's thread does its work of a turn within it."""
+MIN_STEPS: Final = 5
+MIN_SETTLING_STEPS: Final = 2
 MODES: Final[dict[str, dict[str, Any]]] = {
     "retention": {"exact_tail": False},
     "exact_tail": {"exact_tail": True},
     "copy64": {"exact_tail": True, "copy_interval": 64},
 }
+
+
+class _Nothing:
+    """Mixed into a stock class, it gives instances the layout that Python wants of
+    them before they may change their class, and nothing else."""
+
+
+def switchable(stock: type[Scheduler]) -> type[Scheduler]:
+    """A class that does what ``stock`` does."""
+    return type(stock.__name__, (_Nothing, stock), {})
+
+
+class Switch:
+    """Turns what the overlay hooked into one scheduler off and on again.
+
+    Of a stock scheduler, it changes the class to another that is the same.
+    """
+
+    def __init__(self, scheduler: Scheduler, stock: type[Scheduler]) -> None:
+        self._scheduler = scheduler
+        self._off = switchable(stock)
+        self._on = type(scheduler)
+        manager = scheduler.kv_cache_manager
+        self._hooked = (scheduler, manager, manager.block_pool)
+        self._hooks: list[tuple[object, str, object]] = []
+
+    def turn(self, on: bool) -> None:
+        """Half of it is the class; the other half, methods set on instances."""
+        if on:
+            self._scheduler.__class__ = self._on
+            for owner, name, method in self._hooks:
+                setattr(owner, name, method)
+            self._hooks = []
+        elif not self._hooks:
+            self._scheduler.__class__ = self._off
+            for owner in self._hooked:
+                for name, method in list(vars(owner).items()):
+                    if callable(getattr(type(owner), name, None)):
+                        self._hooks.append((owner, name, method))
+                        delattr(owner, name)
 
 
 class Arm:
@@ -73,9 +114,8 @@ class Arm:
         is_async: bool,
         clock: Callable[[], float],
     ) -> None:
-        cls: type[Scheduler] = AsyncScheduler if is_async else Scheduler
-        if settings is not None:
-            cls = with_checkpoints(cls)
+        stock: type[Scheduler] = AsyncScheduler if is_async else Scheduler
+        cls = switchable(stock) if settings is None else with_checkpoints(stock)
         self.scheduler = make_scheduler(
             cls,
             block_size=BLOCK,
@@ -85,6 +125,7 @@ class Arm:
             async_scheduling=is_async,
             settings=settings,
         )
+        self.switch = Switch(self.scheduler, stock)
         self.num_running = num_running
         self._in_flight: SchedulerOutput | None = None
         self._is_async = is_async
@@ -168,7 +209,7 @@ class Arm:
 
 def arm_settings() -> dict[str, dict[str, Any] | None]:
     """The settings of each arm; None: vLLM alone."""
-    settings: dict[str, dict[str, Any] | None] = dict.fromkeys(STOCK)
+    settings: dict[str, dict[str, Any] | None] = {"stock": None}
     on = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
     for name, mode in MODES.items():
         settings[name] = {"retain": True, **mode, "events": {"enabled": False}}
@@ -182,21 +223,27 @@ def arm_settings() -> dict[str, dict[str, Any] | None]:
 
 def measure(
     arms: dict[str, Arm], num_rounds: int, deadline: float, seed: int
-) -> dict[str, list[float]]:
-    """The median step time (s) of each arm's turns; fewer rounds if time is short."""
+) -> dict[str, list[tuple[float, float]]]:
+    """The median step times (s) of each arm's turns, as it is and as stock, one pair a
+    round; fewer rounds if time is short."""
     for arm in arms.values():
         warm_up = arm.turn(MIN_STEPS)
-    num_steps = max(MIN_STEPS, math.ceil(TURN_S / statistics.median(warm_up)))
+    num_steps = math.ceil(TURN_S / statistics.median(warm_up))
     # As vLLM's engine core does once it has started.
     gc.collect()
     gc.freeze()
-    times: dict[str, list[float]] = {name: [] for name in arms}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     order = random.Random(seed)
     for _ in range(num_rounds):
-        names = list(arms)
-        order.shuffle(names)
-        for name in names:
-            times[name].append(statistics.median(arms[name].turn(num_steps)))
+        for name in order.sample(list(arms), len(arms)):
+            found = {}
+            for on in order.sample([True, False], 2):
+                arms[name].switch.turn(on)
+                arms[name].turn(max(MIN_SETTLING_STEPS, num_steps))
+                steps = arms[name].turn(max(MIN_STEPS, num_steps))
+                found[on] = statistics.median(steps)
+            arms[name].switch.turn(True)
+            times[name].append((found[True], found[False]))
         if time.monotonic() > deadline:
             break
     gc.unfreeze()
@@ -233,25 +280,21 @@ def main() -> None:
         for arm in arms.values():
             arm.keep(num_running)
         now = time.monotonic()
-        # A step of more requests takes longer: a turn of few is long enough.
-        weights = [4 + math.sqrt(n) for n in todo[i:]]
+        # A step of more requests takes longer, one of few is noisier.
+        weights = [16 + math.sqrt(n) for n in todo[i:]]
         share = (deadline - now) * weights[0] / sum(weights)
         times = measure(arms, args.rounds, now + share, args.seed)
-        of_stock = zip(*(times[name] for name in STOCK), strict=True)
-        stock = list(map(statistics.median, of_stock))
-        stock_us = statistics.median(stock) * 1e6
+        stock_us = 1e6 * statistics.median(
+            off for pairs in times.values() for _, off in pairs
+        )
         print(
-            f"{num_running} running: the median stock step of {len(stock)} rounds "
-            f"takes {stock_us:.0f} µs",
+            f"{num_running} running: the median stock step of {len(times['stock'])} "
+            f"rounds takes {stock_us:.0f} µs",
             file=sys.stderr,
         )
         for name in arm_settings():
             label = f"{name}@{num_running}"
-            base = stock
-            if name in STOCK:
-                others = zip(*(times[n] for n in STOCK if n != name), strict=True)
-                base = list(map(statistics.mean, others))
-            median = statistics.median(map(operator.truediv, times[name], base))
+            median = statistics.median(on / off for on, off in times[name])
             ratio[label] = round(median, 4)
             extra[label] = round((median - 1) * stock_us / num_running, 4)
             print(
@@ -262,7 +305,7 @@ def main() -> None:
     for arm in arms.values():
         arm.close()
     aa_spread = max(
-        abs(value - 1) for name, value in ratio.items() if name.startswith("stock")
+        abs(value - 1) for name, value in ratio.items() if name.startswith("stock@")
     )
     report = {
         "ratio": ratio,
