@@ -47,14 +47,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_fork.model_free import make_request, make_scheduler
+from vllm_fork.model_free.scheduler_factory import MAX_MODEL_LEN
 from vllm_fork.scheduler import with_checkpoints
 
 BLOCK: Final = 1056
 HASH_UNIT: Final = 16
 SAMPLED_TOKEN: Final = 11
-TURN_S: Final = 0.06
-"""Seconds of a turn at least, and of the steps before it that do not count: the
-stream's thread does its work of a turn within it."""
+TURN_S: Final = 0.025
+"""Seconds of a turn at least, and of the steps before it that do not count."""
 MIN_STEPS: Final = 5
 MIN_SETTLING_STEPS: Final = 2
 MODES: Final[dict[str, dict[str, Any]]] = {
@@ -131,14 +131,30 @@ class Arm:
         self._is_async = is_async
         self._clock = clock
         self._known: dict[str, int] = {}
+        self._lengths = [20 + i * BLOCK // num_running for i in range(num_running)]
+        self._num_started = 0
+        self._start()
+
+    def _start(self) -> None:
         numbers = random.Random(0)
-        for i in range(num_running):
-            length = 20 + i * BLOCK // num_running
+        for length in self._lengths:
             prompt = numbers.choices(range(20, 500), k=length)
-            self.scheduler.add_request(
-                make_request(f"request-{i}", prompt, hash_unit=HASH_UNIT)
-            )
+            name = f"request-{self._num_started}"
+            self._num_started += 1
+            request = make_request(name, prompt, hash_unit=HASH_UNIT)
+            self.scheduler.add_request(request)
         self._prefill()
+
+    def keep_within(self, num_steps: int) -> None:
+        """Start the requests again if one would come to its end in ``num_steps``."""
+        longest = max(request.num_tokens for request in self.scheduler.running)
+        if longest + num_steps < MAX_MODEL_LEN:
+            return
+        request_ids = list(self.scheduler.requests)
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        for _ in range(3):  # with what is in flight
+            self.step()
+        self._start()
 
     def _prefill(self) -> None:
         """Get all prompts out of the way in a few huge steps."""
@@ -169,7 +185,9 @@ class Arm:
     def keep(self, num_running: int) -> None:
         """Abort all but ``num_running`` requests, spread over the block as before."""
         request_ids = list(self.scheduler.requests)
-        kept = set(request_ids[:: len(request_ids) // num_running][:num_running])
+        stride = len(request_ids) // num_running
+        kept = set(request_ids[::stride][:num_running])
+        self._lengths = self._lengths[::stride][:num_running]
         self.scheduler.finish_requests(
             [r for r in request_ids if r not in kept], RequestStatus.FINISHED_ABORTED
         )
@@ -178,12 +196,7 @@ class Arm:
     def turn(self, num_steps: int) -> list[float]:
         """The step times (s) of a turn."""
         times = [self.step() for _ in range(num_steps)]
-        if len(self.scheduler.running) != self.num_running:
-            raise SystemExit(
-                f"Only {len(self.scheduler.running)} of {self.num_running} requests "
-                "still run: they have come to their last token. Ask for less time "
-                "(--seconds), or for more running requests as well (--running)."
-            )
+        assert len(self.scheduler.running) == self.num_running, "some have ended"
         return times
 
     def close(self) -> None:
@@ -238,6 +251,7 @@ def measure(
         for name in order.sample(list(arms), len(arms)):
             found = {}
             for on in order.sample([True, False], 2):
+                arms[name].keep_within(2 * max(MIN_STEPS, num_steps))
                 arms[name].switch.turn(on)
                 arms[name].turn(max(MIN_SETTLING_STEPS, num_steps))
                 steps = arms[name].turn(max(MIN_STEPS, num_steps))
@@ -257,7 +271,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument(
-        "--seconds", type=float, default=80, help="for all, but the imports"
+        "--seconds", type=float, default=95, help="for all, but the imports"
     )
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
     parser.add_argument("--scheduler", choices=["sync", "async"], default="async")

@@ -157,8 +157,9 @@ class RetentionController:
         self.next_boundary: dict[str, int] = {}
         """The ``num_computed_tokens`` at which :meth:`reach` wants to see a request;
         one that is missing, at once."""
-        self.unsettled = False
-        """Whether :meth:`accept_outputs` may have anything to look at."""
+        self.has_work = False
+        """Whether :meth:`accept_outputs` or the queueing of copies may have anything to
+        do before the next step."""
         self._pending: dict[str, Checkpoint] = {}
         self._promoted: dict[str, Checkpoint] = {}
         # Exact tails and copies, between ``finish`` and ``release``.
@@ -199,7 +200,7 @@ class RetentionController:
                 due = self._first_boundary(request)
                 self._first_output_at[request_id] = request.num_tokens
             self._crossing[request_id] = due
-            self.unsettled = True
+            self.has_work = True
             self.next_boundary[request_id] = NEVER
             return
         computed = request.num_computed_tokens
@@ -218,14 +219,7 @@ class RetentionController:
             and computed >= request.num_prompt_tokens
         ):
             self.copies.mark_due(request_id, computed)
-
-    def queue_copies(
-        self, requests: Mapping[str, Request], scheduled: Mapping[str, int]
-    ) -> None:
-        """Queue the rolling copies that are due: see ``RollingCopies.queue``."""
-        if self.copies is not None:
-            self.copies.queue(requests, scheduled)
-            self.unsettled = True
+            self.has_work = True
 
     def accept_outputs(self, requests: Mapping[str, Request]) -> None:
         """Promote the pins whose step's output was accepted.
@@ -243,8 +237,8 @@ class RetentionController:
                 self._discard_pending(request_id, "rewound")
         for request_id in list(self._crossing):
             self._settle_crossing(requests[request_id])
-        self.unsettled = bool(
-            self._pending or self._crossing or (copies and copies.any_unaccepted)
+        self.has_work = bool(
+            self._pending or self._crossing or (copies and copies.any_open)
         )
 
     def drop_rewound(self, requests: Mapping[str, Request]) -> None:
@@ -267,13 +261,6 @@ class RetentionController:
 
     # -- memory pressure -----------------------------------------------------------
 
-    def is_scarce(self, num_running: int) -> bool:
-        """Whether free blocks are so few that :meth:`may_run_short` has to be asked."""
-        return (
-            self._free_blocks.num_free_blocks
-            < self._step_blocks + num_running * self._most_per_request
-        )
-
     def may_run_short(self, num_running: int) -> bool:
         """Whether a running request's allocation can fail in the coming step.
 
@@ -281,12 +268,17 @@ class RetentionController:
         at most the blocks of ``max_scheduled_tokens``, one each that is begun (more
         with drafts or exported prefill states), and the copies on write still due.
         """
-        if not self._promoted or not self.is_scarce(num_running):
+        num_free = self._free_blocks.num_free_blocks
+        if not self._promoted or num_free >= self.ample_blocks(num_running):
             return False
         need = self._step_blocks + num_running * self._blocks_per_request
         for manager in self._copying:
             need += len(manager._partial_hit_reqs)
-        return self._free_blocks.num_free_blocks < need
+        return num_free < need
+
+    def ample_blocks(self, num_running: int) -> int:
+        """With so many free blocks, :meth:`may_run_short` is False."""
+        return self._step_blocks + num_running * self._most_per_request
 
     def relieve(self) -> bool:
         """Give back the oldest pin that really holds a block; False if none does.
@@ -469,7 +461,7 @@ class RetentionController:
         )
         self._pool.touch(blocks)
         self._pending[request.request_id] = checkpoint
-        self.unsettled = True
+        self.has_work = True
         self._observer.pinned(checkpoint)
 
     def _promote(self, request_id: str) -> None:

@@ -75,8 +75,6 @@ class RollingCopies:
         self._spares: dict[str, _Spare] = {}
         self._unpromoted: dict[str, _Spare] = {}
         self._unparked: dict[str, _Spare] = {}
-        self.has_to_park = False
-        """Whether :meth:`park` has anything to do."""
         self.due: dict[str, int] = {}
         """The position a request's running blocks hold until its next step: what
         :meth:`queue` has to look at."""
@@ -109,7 +107,6 @@ class RollingCopies:
 
         Raises what a watcher met since, which must not escape into vLLM's pool.
         """
-        self.has_to_park = False
         if self._watcher_error is not None:
             raise self._watcher_error
         for spare in self._unparked.values():
@@ -118,9 +115,9 @@ class RollingCopies:
         self._unparked.clear()
 
     @property
-    def any_unaccepted(self) -> bool:
-        """Whether :meth:`accept` has anything to look at."""
-        return bool(self._unpromoted)
+    def any_open(self) -> bool:
+        """Whether :meth:`queue` or :meth:`accept` has anything to look at."""
+        return bool(self.due or self._unpromoted)
 
     def accept(self, executed: Callable[[str], int]) -> None:
         """Promote the copies whose state's step was accepted.
@@ -236,7 +233,6 @@ class RollingCopies:
         else:
             return
         self._unpromoted[request_id] = self._unparked[request_id] = spare
-        self.has_to_park = True
         for manager, source, copy in zip(
             self._mamba, sources, spare.blocks, strict=True
         ):
@@ -292,7 +288,6 @@ class RollingCopies:
             except Exception as error:
                 self._spares.pop(request_id, None)
                 self._watcher_error = error
-                self.has_to_park = True
 
         return handed_out
 

@@ -138,6 +138,8 @@ class CheckpointSchedulerMixin(_Base):
                 self._copy_interval(settings),
             )
             self._repairs_copies = True
+            self._free_block_queue = manager.block_pool.free_block_queue
+            self._ample_blocks = self.retention.ample_blocks(self.max_num_running_reqs)
             if self.mamba_has_prefill_checkpoint_blocks:
                 self._end_chunks_with_blocks()
             if self.retention.copies is not None:
@@ -396,14 +398,16 @@ class CheckpointSchedulerMixin(_Base):
     # ``with_checkpoints`` bound: ``super()`` looks it up anew each time.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        has_work = False
         if (retention := self.retention) is not None:
             try:
-                if retention.unsettled:
-                    retention.accept_outputs(self.requests)
-                if self._relief_armed or retention.is_scarce(len(self.running)):
+                if has_work := retention.has_work:
+                    self._settle_and_arm(retention)
+                if (
+                    self._free_block_queue.num_free_blocks < self._ample_blocks
+                    or self._relief_armed
+                ):
                     self._arm_relief(retention.may_run_short(len(self.running)))
-                if (copies := retention.copies) is not None and copies.due:
-                    self._arm_copies()
             except Exception:
                 self._fail("a step")
         output = self._stock_schedule(throttle_prefills)
@@ -417,20 +421,25 @@ class CheckpointSchedulerMixin(_Base):
                     request = requests[request_id]
                     if request.num_computed_tokens >= next_boundary.get(request_id, 0):
                         retention.reach(request)
-                if (copies := retention.copies) is not None and copies.has_to_park:
-                    copies.park()
+                if has_work and retention.copies is not None:
+                    retention.copies.park()
             except Exception:
                 self._fail("a scheduled step")
         if self.observer.collected:
             self.observer.flush()
         return output
 
-    def _arm_copies(self) -> None:
-        """Let the coming step queue the rolling copies that are due.
+    def _settle_and_arm(self, retention: RetentionController) -> None:
+        """Promote what was accepted, and let the coming step queue the rolling copies
+        that are due.
 
         ``_make_cached_request_data`` runs once a step, after its allocations and
         before its copies are drained.
         """
+        copies = retention.copies
+        retention.accept_outputs(self.requests)
+        if copies is None or not copies.due:
+            return
         self._make_cached_request_data = (  # type: ignore[method-assign]
             self._queue_copies  # type: ignore[assignment]
         )
@@ -444,9 +453,9 @@ class CheckpointSchedulerMixin(_Base):
     ) -> Any:
         make = self._stock_make_cached_request_data
         self._make_cached_request_data = make  # type: ignore[method-assign]
-        if (retention := self.retention) is not None:
-            requests = self.requests
-            self._run("a copy", retention.queue_copies, requests, num_scheduled_tokens)
+        copies = self.retention.copies if self.retention is not None else None
+        if copies is not None:
+            self._run("a copy", copies.queue, self.requests, num_scheduled_tokens)
         return make(running_reqs, resumed_reqs, num_scheduled_tokens, *args)
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
