@@ -19,6 +19,7 @@ ARMS: dict[str, Settings | None] = {
     "stock": None,
     "block_aligned": {"retain": True, "exact_tail": False},
     "exact_tail": {"retain": True},
+    "exact_tail_two_steps": {"retain": True, "one_step_tokens": 0},
     "copy_64": {"retain": True, "exact_tail": False, "copy_interval": 64},
     "copy_128": {"retain": True, "exact_tail": False, "copy_interval": 128},
     "copy_256": {"retain": True, "exact_tail": False, "copy_interval": 256},
@@ -95,7 +96,15 @@ def _detach(scheduler: Any, stock: type) -> None:
                 delattr(wrapped, name)
 
 
-_OURS = ("retention", "tails", "cache_index", "observer", "publisher")
+_OURS = (
+    "retention",
+    "tails",
+    "cache_index",
+    "observer",
+    "publisher",
+    "_follow_ups",
+    "_repairs_copies",
+)
 """What the overlay keeps on a scheduler; the next arm must not find it."""
 
 
@@ -115,6 +124,27 @@ def counted_preemptions(engine: Any) -> Iterator[list[str]]:
         yield preempted
     finally:
         del scheduler._preempt_request
+
+
+@contextlib.contextmanager
+def counted_one_steps(engine: Any) -> Iterator[set[str]]:
+    """The ids of the requests whose prompt was to run in one step."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    ran: set[str] = set()
+    if not hasattr(scheduler, "check_integrity"):
+        yield ran
+        return
+    run_in_one_step = scheduler._run_in_one_step
+
+    def recording(request: Any) -> None:
+        ran.add(request.request_id)
+        run_in_one_step(request)
+
+    scheduler._run_in_one_step = recording
+    try:
+        yield ran
+    finally:
+        del scheduler._run_in_one_step
 
 
 @contextlib.contextmanager

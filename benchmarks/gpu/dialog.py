@@ -8,13 +8,17 @@ stop token, which the next prompt repeats.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import msgspec
 from arms import empty_cache, switch
 from generate import Answer, ask, params, random_tokens, stopping_at
-from prefill_steps import alike, recorded, steps_of
+from prefill_steps import UNIT, alike, recorded, steps_of
+
+from vllm_fork.config import Settings
 
 Lengths = list[tuple[int, int]]
 
@@ -90,26 +94,57 @@ def run(engine: Any, arm: str, column: str, repeats: int = 25) -> dict[str, Any]
     if arm.startswith("exact_tail"):
         # Asked again, any other arm finds what stock vLLM kept of the repeats.
         result["follow_ups"] = [
-            _follow_up(engine, turn, after, repeats) for turn, after in pairwise(turns)
+            _follow_up(
+                engine,
+                turn.prompt + turn.tokens,
+                len(after.prompt) - len(turn.prompt) - len(turn.tokens),
+                repeats,
+            )
+            for turn, after in pairwise(turns)
         ]
     if arm != "stock":
         result["integrity"] = _integrity(engine)
     return result
 
 
-def _follow_up(
-    engine: Any, before: Answer, after: Answer, repeats: int
+def follow_ups(
+    engine: Any, arm: str, column: str, repeats: int = 15, decoded: int = 16
 ) -> dict[str, Any]:
-    """Time to first token of a follow-up turn, against its new tokens alone.
+    """The follow-up turns of a dialog of which only the last ``decoded`` tokens of an
+    answer are decoded and the others prefilled: the same checkpoints, in seconds."""
+    switch(engine, arm)
+    lengths = LENGTHS[column]
+    said: list[int] = []
+    rows = []
+    for (prompt, completion), (following, _) in pairwise(lengths):
+        known = max(completion - decoded, 0)
+        said += random_tokens(prompt + known - len(said), ("prefilled", prompt))
+        said += ask(engine, said, stopping_at(completion - known)).tokens
+        rows.append(_follow_up(engine, said, following - len(said), repeats))
+    return {
+        "arm": arm,
+        "lengths": column,
+        "follow_ups": rows,
+        "integrity": _integrity(engine),
+    }
+
+
+def _follow_up(
+    engine: Any, said: list[int], count: int, repeats: int
+) -> dict[str, Any]:
+    """Time to first token of ``count`` new tokens behind ``said``, against those alone.
 
     Three kinds of prompt are asked in turn, with fresh new tokens each time, so that
     no state is found but the one the former answer left: the follow-up, as many new
-    tokens alone, and the longest prompt of no more tokens that vLLM splits into steps
-    as it splits the follow-up (see ``prefill_steps``).
+    tokens alone, and the longest prompt of no more tokens that takes the same steps as
+    the follow-up (see ``prefill_steps``).
     """
-    said = before.prompt + before.tokens
-    count = len(after.prompt) - len(said)
-    alone = {"alone": count, "alike": alike(len(after.prompt), count)}
+    seen = _ask_in_turn(engine, {"seen": (said, count)}, 0, seed=len(said))
+    one_step = len(seen["seen"]["steps"]) == 1
+    alone = {
+        "alone": count,
+        "alike": min(count, UNIT) if one_step else alike(len(said) + count, count),
+    }
     kinds = {kind: ([], tokens) for kind, tokens in alone.items()}
     kinds["follow_up"] = (said, count)
     asked = _ask_in_turn(engine, kinds, repeats, seed=len(said))
@@ -129,6 +164,7 @@ def _follow_up(
         "alike_range_s": [min(like), max(like)],
         "alike_ratio": round(median(ttft) / median(like), 3),
         "steps": {kind: found["steps"] for kind, found in asked.items()},
+        "like_the_first": [found["like_the_first"] for found in asked.values()],
         "samples_s": [ttft, limit, like],
     }
 
@@ -139,7 +175,7 @@ def steps(
     """Time to first token of prompts that take one step, a step and a single token,
     a step and a few: what a step costs, whatever its length."""
     switch(engine, "stock")
-    kinds = {length: ([], int(length)) for length in lengths.split()}
+    kinds = {length: ([], int(length)) for length in str(lengths).split()}
     asked = _ask_in_turn(engine, kinds, repeats, seed="steps")
     empty_cache(engine)
     return {
@@ -156,29 +192,91 @@ def steps(
     }
 
 
+def one_step(
+    engine: Any,
+    counts: str = "16 32 64 128 256 512 1024",
+    repeats: int = 15,
+    whole_blocks: int = 3,
+) -> dict[str, Any]:
+    """Follow-ups of so many new tokens in one step, in two, and those tokens alone.
+
+    The checkpoint lies 8 tokens behind ``whole_blocks`` blocks, so that a count of
+    whole units leaves 8 tokens to the second step; and so long as the new tokens end
+    in that block, no step ends inside them for another reason.
+    """
+    switch(engine, "exact_tail")
+    scheduler = engine.engine_core.engine_core.scheduler
+    length, decoded = whole_blocks * scheduler.block_size + UNIT // 2, 16
+    prompt = random_tokens(length - decoded, "one step")
+    said = prompt + ask(engine, prompt, stopping_at(decoded)).tokens
+    split = {
+        kind: scheduler._short_follow_ups(
+            msgspec.convert({"retain": True, "one_step_tokens": most}, type=Settings)
+        )
+        for kind, most in (("one_step", 2**30), ("two_steps", 0))
+    }
+
+    def choose(kind: str) -> None:
+        scheduler._follow_ups = split.get(kind)
+
+    rows = []
+    for count in map(int, str(counts).split()):
+        kinds = dict.fromkeys(split, (said, count)) | {"alone": ([], count)}
+        asked = _ask_in_turn(engine, kinds, repeats, (count, "one step"), choose)
+        times = {kind: median(found["ttft_s"]) for kind, found in asked.items()}
+        one, two, alone = (times[kind] for kind in kinds)
+        rows.append(
+            {
+                "new_tokens": count,
+                "cached": " ".join(map(str, asked["one_step"]["cached"])),
+                "one_step_s": round(one, 4),
+                "two_steps_s": round(two, 4),
+                "one_of_two": round(one / two, 3),
+                "alone_s": round(alone, 4),
+                "one_of_alone": round(one / alone, 3),
+                "two_of_alone": round(two / alone, 3),
+                "steps": "; ".join(
+                    " + ".join(map(str, asked[kind]["steps"])) for kind in kinds
+                ),
+                "like_the_first": " ".join(
+                    str(asked[kind]["like_the_first"]) for kind in kinds
+                ),
+                "ranges_s": "; ".join(
+                    "{:.4f}-{:.4f}".format(
+                        min(asked[kind]["ttft_s"]), max(asked[kind]["ttft_s"])
+                    )
+                    for kind in kinds
+                ),
+            }
+        )
+    return {"checkpoint": length, "rows": rows, "integrity": _integrity(engine)}
+
+
 def _ask_in_turn(
     engine: Any,
     kinds: dict[str, tuple[list[int], int]],
     repeats: int,
     seed: object,
+    before: Callable[[str], None] = lambda kind: None,
 ) -> dict[str, dict[str, Any]]:
     """Ask each kind's prefix with that many fresh tokens, ``repeats`` times, in turn;
-    once more before that, to see the steps that it takes."""
+    once more before that, which counts for nothing but the steps that it takes.
+    ``before`` each, its kind is told."""
     one = params(max_tokens=1)
     found: dict[str, dict[str, Any]] = {
-        kind: {"ttft_s": [], "cached": set()} for kind in kinds
+        kind: {"ttft_s": [], "cached": set(), "like_the_first": 0} for kind in kinds
     }
     for repeat in range(-1, repeats):
         for kind, (said, count) in kinds.items():
             new = random_tokens(count, (seed, kind, repeat))
+            before(kind)
+            with recorded(engine.engine_core.engine_core.scheduler) as scheduled:
+                answer = ask(engine, said + new, one)
+            steps = steps_of(scheduled, len(answer.prompt) - answer.cached)
             if repeat < 0:
-                scheduler = engine.engine_core.engine_core.scheduler
-                with recorded(scheduler) as scheduled:
-                    answer = ask(engine, said + new, one)
-                uncached = len(answer.prompt) - answer.cached
-                found[kind]["steps"] = steps_of(scheduled, uncached)
+                found[kind]["steps"] = steps
                 continue
-            answer = ask(engine, said + new, one)
+            found[kind]["like_the_first"] += steps == found[kind]["steps"]
             found[kind]["ttft_s"].append(round(answer.first_token_s, 4))
             found[kind]["cached"].add(answer.cached)
     for asked in found.values():

@@ -36,6 +36,9 @@ EXPERIMENTS = {
     "dialog": ("dialog", "run"),
     "throughput": ("throughput", "run"),
     "steps": ("dialog", "steps"),
+    "one_step": ("dialog", "one_step"),
+    "follow_ups": ("dialog", "follow_ups"),
+    "workers": ("model", "workers"),
     "copy_cost": ("copying", "run"),
     "calibrate": ("truth", "calibrate"),
     "uninterrupted": ("truth", "against_uninterrupted"),
@@ -82,9 +85,11 @@ def main() -> int:
     start = time.perf_counter()
     folder = options.out / "model"
     if options.tiny:
-        engine = model.start_tiny(folder, AT_START)
+        engine = model.start_tiny(folder, AT_START, options.tensor_parallel)
     else:
-        engine = model.start_large(folder, options.layers, AT_START)
+        engine = model.start_large(
+            folder, options.layers, AT_START, options.tensor_parallel
+        )
     about = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **model.describe(engine),
@@ -101,6 +106,7 @@ def main() -> int:
     if options.arm is not None:
         results = [_result(options.out, job) for job in options.jobs]
     print(tables.describe(results), flush=True)
+    engine.engine_core.shutdown()  # left to the interpreter's exit, workers may hang
     return 1 if any("error" in result for result in results) else 0
 
 
@@ -110,6 +116,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--arm", metavar="ARM", help="run all that ARM is asked")
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
     parser.add_argument("--layers", type=int, help="of the model's 40 (default: all)")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs; from 2 on, workers in processes of their own",
+    )
     parser.add_argument("--follow", type=Path, help="folder of further jobs")
     parser.add_argument(
         "--tiny", action="store_true", help="the tiny model on a CPU: a trial"

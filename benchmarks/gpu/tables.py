@@ -46,6 +46,10 @@ def _dialog(results: list[dict[str, Any]]) -> list[str]:
             for r in results
         ],
     )  # fmt: skip
+    return [turns, *_follow_ups(results)]
+
+
+def _follow_ups(results: list[dict[str, Any]]) -> list[str]:
     follow_ups = _table(
         ["arm", "lengths", "new tokens", "cached", "follow-up (s)", "range",
          "new tokens alone (s)", "range", "ratio", "split alike (s)", "range", "ratio",
@@ -68,7 +72,7 @@ def _dialog(results: list[dict[str, Any]]) -> list[str]:
             for f in r.get("follow_ups", ())
         ],
     )  # fmt: skip
-    return [turns, follow_ups]
+    return [follow_ups]
 
 
 def _range(values: Sequence[float]) -> str:
@@ -135,12 +139,14 @@ def _checked(results: list[dict[str, Any]]) -> list[str]:
 
     return [
         _table(
-            ["arm", "blocks", "preemptions", "hits (inside a unit)", *sides,
+            ["arm", "blocks", "preemptions", "hits (inside a unit)", "in one step",
+             *sides,
              "nearer to a wrong state"],
             [
                 [
                     r["arm"], r["available_blocks"], r["preemptions"],
                     f"{r['hits']} ({r['hits_inside_a_unit']})",
+                    r.get("in_one_step", ""),
                     *(spread(r, side) for side in sides),
                     f"{r['nearer_to_wrong']} of {r['compared_with_wrong']}"
                     if "nearer_to_wrong" in r
@@ -193,5 +199,8 @@ TABLES = {
     "uninterrupted": _uninterrupted,
     "concurrent": _checked,
     "steps": _as_they_are,
+    "one_step": _as_they_are,
+    "follow_ups": _follow_ups,
+    "workers": _as_they_are,
     "storm": _storm,
 }

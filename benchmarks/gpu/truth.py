@@ -19,7 +19,13 @@ import time
 from statistics import median
 from typing import Any
 
-from arms import ballast, counted_preemptions, empty_cache, switch
+from arms import (
+    ballast,
+    counted_one_steps,
+    counted_preemptions,
+    empty_cache,
+    switch,
+)
 from generate import Answer, Session, ask, params, random_tokens, stopping_at
 from listen import counted_events
 from model import redraw
@@ -128,7 +134,11 @@ def concurrent(
     switch(engine, arm)
     answers: list[Answer] = []
     start = time.perf_counter()
-    with ballast(engine, available), counted_preemptions(engine) as preempted:
+    with (
+        ballast(engine, available),
+        counted_preemptions(engine) as preempted,
+        counted_one_steps(engine) as in_one_step,
+    ):
         said: list[list[int]] = [[] for _ in range(conversations)]
         for turn in range(turns):
             source = random.Random(f"concurrent-{turn}")
@@ -163,6 +173,7 @@ def concurrent(
         "prompt": sum(len(answer.prompt) for answer in answers),
         "hits": sum(answer.cached > 0 for answer in answers),
         "hits_inside_a_unit": sum(answer.cached % 16 > 0 for answer in answers),
+        "in_one_step": len(in_one_step),
     }
     return result | check(engine, answers[::check_every])
 
@@ -219,6 +230,7 @@ def storm(
         counted_events() as received,
         ballast(engine, available),
         counted_preemptions(engine) as preempted,
+        counted_one_steps(engine) as in_one_step,
     ):
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline or len(session):
@@ -255,6 +267,7 @@ def storm(
         "hits": len(hit),
         "hits_inside_a_block": sum(answer.cached % block > 0 for answer in hit),
         "hits_inside_a_unit": sum(answer.cached % 16 > 0 for answer in hit),
+        "in_one_step": len(in_one_step),
         "most_hits_at_once": most_hits_at_once,
         "cached": sum(answer.cached for answer in finished),
         "prompt": sum(len(answer.prompt) for answer in finished),
