@@ -5,7 +5,8 @@ prompt's end (``Scheduler._mamba_block_aligned_split``), to cache the recurrent 
 there, and runs the 1 to ``unit`` tokens behind it as a further step. A single token
 left over is a decode step, which a CUDA graph runs in a tenth of the time. So a
 follow-up and a prompt of as many new tokens alone can take unlike steps:
-:func:`alike` is a prompt of no more tokens that splits as the follow-up does.
+:func:`alike` is a prompt of no more tokens that splits as the follow-up does. With the
+overlay a short follow-up takes one step (``vllm_fork.short_follow_up``).
 
 Without a GPU, on vLLM's own scheduler with no model behind it:
 
