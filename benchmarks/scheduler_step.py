@@ -55,8 +55,8 @@ HASH_UNIT: Final = 16
 SAMPLED_TOKEN: Final = 11
 TURN_S: Final = 0.025
 """Seconds of a turn at least, and of the steps before it that do not count."""
-MIN_STEPS: Final = 5
-MIN_SETTLING_STEPS: Final = 2
+MIN_STEPS: Final = 3
+MIN_SETTLING_STEPS: Final = 1
 MODES: Final[dict[str, dict[str, Any]]] = {
     "retention": {"exact_tail": False},
     "exact_tail": {"exact_tail": True},

@@ -158,8 +158,8 @@ class RetentionController:
         """The ``num_computed_tokens`` at which :meth:`reach` wants to see a request;
         one that is missing, at once."""
         self.has_work = False
-        """Whether :meth:`accept_outputs` or the queueing of copies may have anything to
-        do before the next step."""
+        """Whether :meth:`accept_outputs`, or the making of copies, may have anything to
+        do with the next step."""
         self._pending: dict[str, Checkpoint] = {}
         self._promoted: dict[str, Checkpoint] = {}
         # Exact tails and copies, between ``finish`` and ``release``.
@@ -346,7 +346,7 @@ class RetentionController:
 
     def num_pinned_blocks(self) -> int:
         """Block references that pins hold now."""
-        return sum(len(checkpoint.blocks) for checkpoint in self._pinned())
+        return sum(len(checkpoint.blocks) for checkpoint in self._held())
 
     def check_integrity(self, scheduler: Scheduler) -> IntegrityReport:
         """Add up every holder of every block and compare with its ``ref_cnt``.
@@ -369,7 +369,7 @@ class RetentionController:
                 holders.update((source.block_id, destination.block_id))
         for _, blocks in scheduler.deferred_frees:
             holders.update(block.block_id for block in blocks)
-        for checkpoint in self._pinned():
+        for checkpoint in self._held():
             holders.update(block.block_id for block in checkpoint.blocks)
         blocks = [block for block in self._pool.blocks if not block.is_null]
         wrong = [
@@ -389,7 +389,7 @@ class RetentionController:
         if wrong:
             raise IntegrityError("; ".join(wrong))
         return IntegrityReport(
-            num_pinned_checkpoints=sum(1 for _ in self._pinned()),
+            num_pinned_checkpoints=sum(1 for _ in self._held()),
             num_pinned_blocks=self.num_pinned_blocks(),
             num_published_checkpoints=self._index.num_published(),
             num_free_blocks=num_free,
@@ -705,12 +705,8 @@ class RetentionController:
         self._crossing.pop(request_id, None)
         self._first_output_at.pop(request_id, None)
 
-    def _pinned(self) -> Iterable[Checkpoint]:
-        copies = self.copies.referenced() if self.copies is not None else ()
-        return itertools.chain(self._held(), copies)
-
     def _held(self) -> Iterable[Checkpoint]:
-        """All but rolling copies, which hold their own references."""
+        """All but rolling copies, whose spares count as free."""
         return itertools.chain(
             self._pending.values(), self._promoted.values(), *self._ended.values()
         )

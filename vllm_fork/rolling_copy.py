@@ -6,16 +6,17 @@ block through vLLM's own block-copy list, which the worker runs before the step'
 forward pass. So a request that ends by length or is aborted, or a conversation that
 diverges later, can resume from the newest copy.
 
-Why at schedule time: the copy has to be queued for the step whose forward pass
-overwrites the state. At output time that step is already on its way under
-asynchronous scheduling.
+Why at schedule time: the copy has to go with the step whose forward pass overwrites
+the state. At output time that step is already on its way under asynchronous
+scheduling.
 
-Ownership of a spare: taken from the free blocks after every allocation of the step,
-referenced while its copy is in the list, then *parked*
-(``BlockPool.unpin_blocks``): it counts as free, nobody references it, and a watcher
-tells when the pool hands it out, which discards the checkpoint in it. A spare
-therefore never costs a running request a block. One spare a group and request; the
-next copy overwrites it.
+Ownership of a spare: taken from the free blocks after every allocation of the step and
+*parked* at once (``BlockPool.unpin_blocks``): it counts as free, nobody references it,
+and a watcher tells when the pool hands it out, which discards the checkpoint in it. A
+spare therefore never costs a running request a block. Nor does a copy reference its
+two ends while it is under way: whoever is given one of them writes to it in a later
+step, and steps run in order (a KV connector may write out of that order; there, no
+copies are made). One spare a group and request; the next copy overwrites it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
 from vllm_fork import events
 from vllm_fork.checkpoint import Checkpoint, RequestIdentity
@@ -45,11 +48,10 @@ class _Spare:
     blocks: tuple[KVCacheBlock, ...]
     watcher: Callable[[KVCacheBlock], None]
     checkpoint: Checkpoint
-    parked: bool = False
 
 
 class RollingCopies:
-    """Queues, parks and hands out the rolling copies of one scheduler.
+    """Makes and hands out the rolling copies of one scheduler.
 
     Args:
         pool: the block pool.
@@ -74,50 +76,47 @@ class RollingCopies:
         self._observer = observer
         self._spares: dict[str, _Spare] = {}
         self._unpromoted: dict[str, _Spare] = {}
-        self._unparked: dict[str, _Spare] = {}
-        self.due: dict[str, int] = {}
-        """The position a request's running blocks hold until its next step: what
-        :meth:`queue` has to look at."""
+        # The position a request's running blocks hold until its next step.
+        self._due: dict[str, int] = {}
         self._closed = False
         self._watcher_error: Exception | None = None
 
     def mark_due(self, request_id: str, boundary: int) -> None:
         """The step just scheduled leaves the state at ``boundary`` in the running
         blocks; the next one has to copy it first."""
-        self.due[request_id] = boundary
+        self._due[request_id] = boundary
 
-    def queue(
+    @property
+    def any_due(self) -> bool:
+        """Whether :meth:`make` has anything to look at."""
+        return bool(self._due)
+
+    def make(
         self, requests: Mapping[str, Request], scheduled: Mapping[str, int]
-    ) -> None:
-        """Queue the copies that the step being scheduled has to run first.
+    ) -> list[KVCacheBlockCopy]:
+        """The copies that the step just scheduled has to run first.
 
-        Call after the step's allocations and before its copies are drained
-        (``_make_cached_request_data``); ``num_computed_tokens`` does not count the
-        step yet. ``requests`` are the scheduler's, by id.
-        """
-        for request_id in list(self.due):
-            if request_id in scheduled:
-                boundary = self.due.pop(request_id)
-                request = requests[request_id]
-                if request.num_computed_tokens == boundary:
-                    self._queue_one(request, boundary)
-
-    def park(self) -> None:
-        """Let the pool count the spares as free again; call after ``schedule``.
+        Call after ``schedule``, with its ``num_scheduled_tokens``:
+        ``num_computed_tokens`` counts the step. ``requests`` are the scheduler's, by
+        id.
 
         Raises what a watcher met since, which must not escape into vLLM's pool.
         """
         if self._watcher_error is not None:
             raise self._watcher_error
-        for spare in self._unparked.values():
-            self._pool.unpin_blocks(spare.blocks, spare.watcher)
-            spare.parked = True
-        self._unparked.clear()
+        copies: list[KVCacheBlockCopy] = []
+        for request_id in list(self._due):
+            if request_id in scheduled:
+                boundary = self._due.pop(request_id)
+                request = requests[request_id]
+                if request.num_computed_tokens - scheduled[request_id] == boundary:
+                    copies += self._copy(request, boundary)
+        return copies
 
     @property
     def any_open(self) -> bool:
-        """Whether :meth:`queue` or :meth:`accept` has anything to look at."""
-        return bool(self.due or self._unpromoted)
+        """Whether :meth:`make` or :meth:`accept` has anything to look at."""
+        return bool(self._due or self._unpromoted)
 
     def accept(self, executed: Callable[[str], int]) -> None:
         """Promote the copies whose state's step was accepted.
@@ -146,7 +145,7 @@ class RollingCopies:
         None unless it ends right at a boundary, where no copy was queued yet. The
         caller releases one reference to each block.
         """
-        boundary = self.due.get(request.request_id)
+        boundary = self._due.get(request.request_id)
         if boundary is None or request.num_computed_tokens != boundary:
             return None
         if boundary > materialized:
@@ -172,7 +171,7 @@ class RollingCopies:
 
         ``unaccepted``: the reason where its state's step was not accepted yet.
         """
-        self.due.pop(request_id, None)
+        self._due.pop(request_id, None)
         if request_id not in self._spares:
             return
         if unaccepted is not None and request_id in self._unpromoted:
@@ -190,58 +189,67 @@ class RollingCopies:
     def drop_all(self, reason: str) -> None:
         """Discard every copy, and make no more."""
         self._closed = True
-        self.due.clear()
+        self._due.clear()
         spares = [self._take_out(request_id) for request_id in list(self._spares)]
         for spare in spares:
             self._pool.free_blocks(spare.blocks)
         for spare in spares:
             self._observer.discarded(spare.checkpoint, reason)
 
-    def referenced(self) -> Iterable[Checkpoint]:
-        """Copies whose spares are referenced now: none, between two steps."""
-        return (spare.checkpoint for spare in self._unparked.values())
-
     def requests(self) -> set[str]:
         """Ids of the requests that have a copy, or are due for one."""
-        return {*self._spares, *self.due}
+        return {*self._spares, *self._due}
 
     def _promote(self, request_id: str, spare: _Spare) -> None:
         del self._unpromoted[request_id]
         self._observer.promoted(spare.checkpoint, None)
 
-    def _queue_one(self, request: Request, boundary: int) -> None:
+    def _copy(self, request: Request, boundary: int) -> Iterable[KVCacheBlockCopy]:
+        """Copies of the running blocks, one a Mamba group; none if there is no spare
+        and no block is free."""
         request_id = request.request_id
         sources = self._running_blocks(request_id, boundary)
         if sources is None:
-            return
+            return ()
         spare = self._spares.get(request_id)
         if spare is not None:
-            self._unpark(spare)
+            self._keep_longest(spare.blocks)
             former = spare.checkpoint
             self._observer.discarded(former, "superseded")
             checkpoint = self._checkpoint(former.owner, boundary, spare.blocks)
             spare.checkpoint = checkpoint
-        elif self._pool.get_num_free_blocks() >= len(sources):
+        else:
             owner = self._observer.identity(request)
-            blocks = tuple(self._pool.get_new_blocks(len(sources)))
-            if self._closed:  # an eviction just now went wrong
-                self._pool.free_blocks(blocks)
-                return
+            blocks = self._take_free(len(sources))
+            if blocks is None:
+                return ()
             checkpoint = self._checkpoint(owner, boundary, blocks)
             spare = _Spare(blocks, self._watcher(request_id), checkpoint)
             self._spares[request_id] = spare
-        else:
-            return
-        self._unpromoted[request_id] = self._unparked[request_id] = spare
-        for manager, source, copy in zip(
-            self._mamba, sources, spare.blocks, strict=True
-        ):
-            # The scheduler releases one reference to each end when it drains the
-            # list (``_free_cow_retained_blocks``).
-            source.ref_cnt += 1
-            copy.ref_cnt += 1
-            manager._pending_cow_copies.append((source, copy))
+            self._pool.unpin_blocks(blocks, spare.watcher)
+        self._unpromoted[request_id] = spare
         self._observer.pinned(checkpoint)
+        return [
+            KVCacheBlockCopy(source.block_id, copy.block_id)
+            for source, copy in zip(sources, spare.blocks, strict=True)
+        ]
+
+    def _take_free(self, count: int) -> tuple[KVCacheBlock, ...] | None:
+        """Free blocks, referenced; None if there are not so many."""
+        if self._pool.get_num_free_blocks() < count:
+            return None
+        blocks = tuple(self._pool.get_new_blocks(count))
+        if self._closed:  # an eviction just now went wrong
+            self._pool.free_blocks(blocks)
+            return None
+        return blocks
+
+    def _keep_longest(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let the pool hand out parked blocks after all others."""
+        queue = self._pool.free_block_queue
+        for block in blocks:
+            queue.remove(block)
+            queue.append(block)
 
     def _running_blocks(
         self, request_id: str, boundary: int
@@ -269,17 +277,12 @@ class RollingCopies:
         """Forget a spare; the caller holds one reference to each of its blocks."""
         spare = self._spares.pop(request_id)
         self._unpromoted.pop(request_id, None)
-        self._unparked.pop(request_id, None)
-        self._unpark(spare)
+        watchers = self._pool._reuse_watchers
+        # One that could not be parked is referenced still.
+        self._pool.touch(
+            [block for block in spare.blocks if watchers.pop(block.block_id, None)]
+        )
         return spare
-
-    def _unpark(self, spare: _Spare) -> None:
-        """Take a spare's blocks back from the free ones, if they are there."""
-        if spare.parked:
-            spare.parked = False
-            for block in spare.blocks:
-                del self._pool._reuse_watchers[block.block_id]
-            self._pool.touch(spare.blocks)
 
     def _watcher(self, request_id: str) -> Callable[[KVCacheBlock], None]:
         def handed_out(block: KVCacheBlock) -> None:

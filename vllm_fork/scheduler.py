@@ -10,9 +10,9 @@ request's life:
 ``_mamba_block_aligned_split``    lets a short follow-up run in one step
 ``record_prefix_cache_stats``     the admission took place: ``PrefixReused``
 ``schedule``                      promotes what was accepted since; arms the relief of
-                                  pins if memory may run short; then pins what the step
-                                  will complete
-``_make_cached_request_data``     queues rolling copies, after all allocations
+                                  pins if memory may run short; then adds the rolling
+                                  copies that are due, and pins what the step will
+                                  complete
 ``_preempt_request``              discards (or publishes) before the blocks go
 ``_free_request``                 publishes before, releases after the blocks go
 ``reset_prefix_cache``            tells a forced reset from a preemption
@@ -142,8 +142,6 @@ class CheckpointSchedulerMixin(_Base):
             self._ample_blocks = self.retention.ample_blocks(self.max_num_running_reqs)
             if self.mamba_has_prefill_checkpoint_blocks:
                 self._end_chunks_with_blocks()
-            if self.retention.copies is not None:
-                self._stock_make_cached_request_data = self._make_cached_request_data
         self._found: tuple[str, CachedState | None] = ("", None)
         self._stock_allocate_slots = manager.allocate_slots
         self._follow_lookups()
@@ -402,7 +400,7 @@ class CheckpointSchedulerMixin(_Base):
         if (retention := self.retention) is not None:
             try:
                 if has_work := retention.has_work:
-                    self._settle_and_arm(retention)
+                    retention.accept_outputs(self.requests)
                 if (
                     self._free_block_queue.num_free_blocks < self._ample_blocks
                     or self._relief_armed
@@ -411,6 +409,8 @@ class CheckpointSchedulerMixin(_Base):
             except Exception:
                 self._fail("a step")
         output = self._stock_schedule(throttle_prefills)
+        if has_work:
+            self._run("a copy", self._add_copies, output)
         if output.kv_cache_block_copies is not None and self._repairs_copies:
             # See ``block_copy``.
             output.kv_cache_block_copies = resolve_chains(output.kv_cache_block_copies)
@@ -421,42 +421,23 @@ class CheckpointSchedulerMixin(_Base):
                     request = requests[request_id]
                     if request.num_computed_tokens >= next_boundary.get(request_id, 0):
                         retention.reach(request)
-                if has_work and retention.copies is not None:
-                    retention.copies.park()
             except Exception:
                 self._fail("a scheduled step")
         if self.observer.collected:
             self.observer.flush()
         return output
 
-    def _settle_and_arm(self, retention: RetentionController) -> None:
-        """Promote what was accepted, and let the coming step queue the rolling copies
-        that are due.
-
-        ``_make_cached_request_data`` runs once a step, after its allocations and
-        before its copies are drained.
-        """
-        copies = retention.copies
-        retention.accept_outputs(self.requests)
-        if copies is None or not copies.due:
-            return
-        self._make_cached_request_data = (  # type: ignore[method-assign]
-            self._queue_copies  # type: ignore[assignment]
-        )
-
-    def _queue_copies(
-        self,
-        running_reqs: list[Request],
-        resumed_reqs: list[Request],
-        num_scheduled_tokens: dict[str, int],
-        *args: Any,
-    ) -> Any:
-        make = self._stock_make_cached_request_data
-        self._make_cached_request_data = make  # type: ignore[method-assign]
+    def _add_copies(self, output: SchedulerOutput) -> None:
+        """Let the step just scheduled make the rolling copies that are due, first."""
         copies = self.retention.copies if self.retention is not None else None
-        if copies is not None:
-            self._run("a copy", copies.queue, self.requests, num_scheduled_tokens)
-        return make(running_reqs, resumed_reqs, num_scheduled_tokens, *args)
+        if copies is None or not copies.any_due:
+            return
+        made = copies.make(self.requests, output.num_scheduled_tokens)
+        if made:
+            output.kv_cache_block_copies = [
+                *(output.kv_cache_block_copies or ()),
+                *made,
+            ]
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
         affected = super()._handle_invalid_blocks(*args, **kwargs)

@@ -30,8 +30,7 @@ HOOKS = [
     (RetentionController, "preempt"),
     (TailIndex, "find"),
     (TailIndex, "insert"),
-    (RollingCopies, "queue"),
-    (RollingCopies, "park"),
+    (RollingCopies, "make"),
     (RollingCopies, "take"),
     (RollingCopies, "_lose"),
     (BlockPool, "unpin_blocks"),
@@ -62,7 +61,7 @@ def engine(request, monkeypatch):
         async_scheduling=asynchronous,
         block_size=BLOCK,
         num_mamba_groups=2,
-        num_blocks=60,
+        num_blocks=44,
         max_num_batched_tokens=256,
         settings={"retain": True, "copy_interval": 16},
     )
