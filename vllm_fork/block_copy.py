@@ -158,17 +158,19 @@ def bytes_of_block(view: torch.Tensor, num_blocks: int) -> int:
 def resolve_chains(copies: list[Any]) -> list[Any]:
     """``copies`` of one step with every source a block that no earlier one fills.
 
-    ``copies`` are vLLM's ``KVCacheBlockCopy``, in the order they were queued.
+    ``copies`` are vLLM's ``KVCacheBlockCopy``, in the order they were queued. Of two to
+    one block, which was handed on within the step, the last is meant and remains: on a
+    device they race.
     """
-    if not _is_chained(copies):
+    by_target = {copy.dst_block_id: copy for copy in copies}
+    if len(by_target) == len(copies) and not _is_chained(copies):
         return copies
     origin: dict[int, int] = {}
-    resolved = []
-    for copy in copies:
-        source = origin.get(copy.src_block_id, copy.src_block_id)
-        origin[copy.dst_block_id] = source
-        resolved.append(copy._replace(src_block_id=source))
-    return resolved
+    for source, target in copies:
+        origin[target] = origin.get(source, source)
+    return [
+        copy._replace(src_block_id=origin[target]) for target, copy in by_target.items()
+    ]
 
 
 def truncated_bytes(kv_caches: Iterable[torch.Tensor], num_blocks: int) -> int:

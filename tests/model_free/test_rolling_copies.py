@@ -72,6 +72,20 @@ def test_spares_cost_no_running_request_a_block(start):
     assert "memory_pressure" in reasons
 
 
+def test_a_spare_that_is_handed_on_within_the_step(start):
+    """Two copies are due and one has room: only the last one may be made."""
+    talk = start(copy_interval=UNIT)
+    requests = [talk.begin(talk.tokens(20), talk.answer(38)) for _ in range(2)]
+    talk.decode_until(requests[0], 31)
+    pool = talk.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - 2)
+    talk.engine.run()
+    pool.free_blocks(held)
+    assert "memory_pressure" in talk.discard_reasons(requests[0])
+    hits = [talk.cached_tokens([*r.all_token_ids, *talk.tokens(9)]) for r in requests]
+    assert hits == [0, 48]
+
+
 def test_many_requests_at_once(talk):
     requests = [talk.begin(talk.tokens(20 + i), talk.answer(100 + i)) for i in range(8)]
     talk.engine.run()

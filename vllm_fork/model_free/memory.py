@@ -87,7 +87,10 @@ class BlockMemory:
         self.convolution[to] = window
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages: all sources are read before any destination is written."""
+        """Copy whole pages: all sources are read before any destination is written.
+
+        Two copies to one block race on a device, so it then holds neither.
+        """
         source = [pair[0] for pair in copies]
         destination = [pair[1] for pair in copies]
         slots = self.slots[source]
@@ -99,3 +102,5 @@ class BlockMemory:
             self.slots[block_id, : self._copied_slots] = slots[i, : self._copied_slots]
             self.temporal[block_id] = temporal[i]
             self.convolution[block_id] = convolution[i]
+            if destination.count(block_id) > 1:
+                self.claim(block_id, UNOWNED)
