@@ -286,16 +286,19 @@ class CheckpointSchedulerMixin(_Base):
 
         vLLM asks how far the prefill goes right after it looked the prompt up. It asks
         that for every running request in every step as well, so that its own method is
-        replaced for the next call only.
+        replaced for the next call only. No call may follow (prefills are throttled);
+        then another look-up does before the request is admitted, and it counts.
         """
         split = type(self)._mamba_block_aligned_split
+        found = self._found
 
         def mamba_block_aligned_split(
             asked: Request, num_new_tokens: int, *computed: int
         ) -> int:
             del self._mamba_block_aligned_split
             end = asked.num_computed_tokens + sum(computed) + num_new_tokens
-            if asked is request and end == request.num_prompt_tokens:
+            is_meant = asked is request and self._found is found
+            if is_meant and end == request.num_prompt_tokens:
                 return num_new_tokens
             return split(self, asked, num_new_tokens, *computed)
 

@@ -225,6 +225,20 @@ def test_a_look_up_that_led_to_no_admission(start, watch):
     assert "_mamba_block_aligned_split" not in vars(talk.scheduler)
 
 
+def test_a_look_up_that_another_one_of_the_request_follows(start, watch):
+    """No split was asked for in between; the checkpoint is gone meanwhile."""
+    talk = start(exact_tail=True)
+    said = turn(talk, 100, 40)
+    request = talk.begin(said + talk.tokens(12), [STOP_TOKEN])
+    talk.scheduler.kv_cache_manager.get_computed_blocks(request)
+    assert "_mamba_block_aligned_split" in vars(talk.scheduler)
+    assert talk.scheduler.reset_prefix_cache()
+    steps = watch(talk)
+    talk.engine.run()
+    assert [step[request.request_id] for step in steps][:2] == [2 * BLOCK, 16]
+    assert "_mamba_block_aligned_split" not in vars(talk.scheduler)
+
+
 def test_the_answer_of_a_follow_up_is_retained_as_ever(start, is_async):
     talk = start(exact_tail=True)
     said = turn(talk, 30, 4)
