@@ -47,26 +47,31 @@ class _Tail(NamedTuple):
     extra_keys: tuple[Any, ...] | None
 
 
-class _Entry(NamedTuple):
-    key: BlockHash
-    checkpoint: Checkpoint
-
-
 @dataclass(slots=True)
 class _Tails:
-    """The tails that follow one hash boundary; ``lengths`` counts them by tokens,
-    so that a look-up cuts the request's tokens once a length, not once a tail."""
+    """The tails that follow one hash boundary, and the key of each.
 
-    entries: dict[_Tail, _Entry] = field(default_factory=dict)
+    ``checkpoints`` counts those that end in a tail: an answer may be given twice.
+    ``lengths`` counts the tails by tokens, so that a look-up cuts the request's tokens
+    once a length, not once a tail.
+    """
+
+    keys: dict[_Tail, BlockHash] = field(default_factory=dict)
+    checkpoints: Counter[_Tail] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
 
-    def add(self, tail: _Tail, entry: _Entry) -> None:
-        if tail not in self.entries:
+    def add(self, tail: _Tail, key: BlockHash) -> None:
+        if tail not in self.keys:
             self.lengths[len(tail.tokens)] += 1
-        self.entries[tail] = entry
+        self.keys[tail] = key
+        self.checkpoints[tail] += 1
 
     def remove(self, tail: _Tail) -> None:
-        del self.entries[tail]
+        self.checkpoints[tail] -= 1
+        if self.checkpoints[tail]:
+            return
+        del self.checkpoints[tail]
+        del self.keys[tail]
         length = len(tail.tokens)
         self.lengths[length] -= 1
         if not self.lengths[length]:
@@ -134,7 +139,7 @@ class TailIndex:
             self._pool._insert_block_hash(
                 make_block_hash_with_group_id(key, group), block, num_tokens=boundary
             )
-        self._tails.setdefault(parent, _Tails()).add(tail, _Entry(key, checkpoint))
+        self._tails.setdefault(parent, _Tails()).add(tail, key)
         self._starts[start] += 1
         self._num_inserted += 1
         self._place[checkpoint.checkpoint_id] = (parent, tail)
@@ -150,10 +155,9 @@ class TailIndex:
             del self._starts[start]
         parent, tail = place
         tails = self._tails[parent]
-        if tails.entries[tail].checkpoint is checkpoint:
-            tails.remove(tail)
-            if not tails.entries:
-                del self._tails[parent]
+        tails.remove(tail)
+        if not tails.keys:
+            del self._tails[parent]
 
     def find(self, request: Request, deeper_than: int) -> TailHit | None:
         """The deepest tail that ``request``'s tokens continue.
@@ -184,11 +188,11 @@ class TailIndex:
                 boundary = start + length
                 if not deeper_than < boundary <= longest:
                     continue
-                entry = tails.entries.get(self._tail_of(request, start, boundary))
-                if entry is None:
+                key = tails.keys.get(self._tail_of(request, start, boundary))
+                if key is None:
                     continue
                 any_match = True
-                blocks = self._blocks(request, boundary, entry.key)
+                blocks = self._blocks(request, boundary, key)
                 if blocks is not None:
                     return TailHit(blocks, boundary)
         if not any_match:

@@ -4,7 +4,12 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
-from vllm_fork.events import CheckpointEvicted, CheckpointPublished, PrefixReused
+from vllm_fork.events import (
+    CheckpointEvicted,
+    CheckpointPinned,
+    CheckpointPublished,
+    PrefixReused,
+)
 from vllm_fork.exact_tail import TailIndex
 from vllm_fork.model_free import STOP_TOKEN, make_request
 
@@ -110,6 +115,23 @@ def test_asking_the_same_again(talk):
     prompt = talk.tokens(40)
     turn(talk, prompt, 10)
     assert talk.cached_tokens(prompt) == 32
+
+
+def test_the_same_answer_twice(start):
+    """Two states under one key: it is found until both are evicted, in any order."""
+    talk = start(exact_tail=True, num_mamba_groups=1, num_blocks=30)
+    prompt, answer = talk.tokens(30), talk.answer(20)
+    for _ in range(2):
+        talk.ask(prompt, answer)
+    hit = talk.cached_tokens(prompt + answer + talk.tokens(12))  # uses one of them
+    assert hit >= len(prompt + answer) - 1
+    pinned = talk.events.of_type(CheckpointPinned)[1]
+    assert pinned.boundary == hit
+    talk.scheduler.kv_cache_manager.block_pool.evict_blocks(set(pinned.block_ids))
+    assert talk.cached_tokens(prompt + answer + talk.tokens(12)) == hit
+    while len(talk.events.of_type(CheckpointEvicted)) < 8:
+        talk.ask(talk.tokens(200), talk.answer(3))
+    assert talk.cached_tokens(prompt + answer + talk.tokens(12)) == 0
 
 
 def test_next_prompt_is_the_tail_itself(talk):
