@@ -325,6 +325,8 @@ class RetentionController:
             self._settle(request)
             self._publish_all(request, None)
         self._end(request.request_id, reason, unaccepted=reason)
+        if self.copies is not None and reason == "preempted":
+            self.copies.note_preempted(request)
 
     def abandon(self, reason: str) -> None:
         """Discard every pin (``shutdown``, ``error``)."""

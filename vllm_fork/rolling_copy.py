@@ -17,6 +17,10 @@ spare therefore never costs a running request a block. Nor does a copy reference
 two ends while it is under way: whoever is given one of them writes to it in a later
 step, and steps run in order (a KV connector may write out of that order; there, no
 copies are made). One spare a group and request; the next copy overwrites it.
+
+A free block may hold a cached prefix, which taking it evicts. While a preempted request
+waits to come back, what is cached of it is worth more than a copy: none is made then,
+and whoever is due for one gives its spare back.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.request import RequestStatus
 
 from vllm_fork import events
 from vllm_fork.checkpoint import Checkpoint, RequestIdentity
@@ -78,6 +83,8 @@ class RollingCopies:
         self._unpromoted: dict[str, _Spare] = {}
         # The position a request's running blocks hold until its next step.
         self._due: dict[str, int] = {}
+        # Requests that were preempted; those that are back go at the next look.
+        self._displaced: dict[str, Request] = {}
         self._closed = False
         self._watcher_error: Exception | None = None
 
@@ -105,13 +112,20 @@ class RollingCopies:
         if self._watcher_error is not None:
             raise self._watcher_error
         copies: list[KVCacheBlockCopy] = []
+        is_anyone_displaced = self._displaced and self._is_anyone_displaced()
         for request_id in list(self._due):
             if request_id in scheduled:
                 boundary = self._due.pop(request_id)
                 request = requests[request_id]
-                if request.num_computed_tokens - scheduled[request_id] == boundary:
+                if is_anyone_displaced:
+                    self.drop(request_id, "memory_pressure")
+                elif request.num_computed_tokens - scheduled[request_id] == boundary:
                     copies += self._copy(request, boundary)
         return copies
+
+    def note_preempted(self, request: Request) -> None:
+        """``request`` gives its blocks to others: see the module."""
+        self._displaced[request.request_id] = request
 
     @property
     def any_open(self) -> bool:
@@ -243,6 +257,12 @@ class RollingCopies:
             self._pool.free_blocks(blocks)
             return None
         return blocks
+
+    def _is_anyone_displaced(self) -> bool:
+        for request_id, request in list(self._displaced.items()):
+            if request.status != RequestStatus.PREEMPTED:
+                del self._displaced[request_id]
+        return bool(self._displaced)
 
     def _keep_longest(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Let the pool hand out parked blocks after all others."""

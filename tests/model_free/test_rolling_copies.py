@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from vllm.distributed.kv_events import BlockStored
 
-from vllm_fork.events import CheckpointPublished, PrefixReused
+from vllm_fork.events import CheckpointPinned, CheckpointPublished, PrefixReused
 from vllm_fork.model_free import blocks_only_pins_hold
 
 BLOCK, UNIT = 64, 16
@@ -124,3 +124,32 @@ def test_the_standard_stream_announces_what_it_takes_back(start):
         kind.update((event.group_idx, block_hash) for block_hash in event.block_hashes)
         assert not removed - stored
     assert removed
+
+
+def test_none_while_a_preempted_request_waits(start):
+    """Spares are taken from free blocks, which hold what is cached of it."""
+    talk = start(copy_interval=UNIT, num_blocks=40)
+    stays = talk.begin(talk.tokens(30), talk.answer(120))
+    leaves = talk.begin(talk.tokens(30), talk.answer(120))
+
+    def num_copies():
+        pinned = talk.events.of_type(CheckpointPinned)
+        return sum(
+            event.boundary_kind == "copy" and event.request_id == stays.request_id
+            for event in pinned
+        )
+
+    talk.decode_until(stays, 30 + 2 * UNIT)
+    assert num_copies() > 0
+    pool = talk.scheduler.kv_cache_manager.block_pool
+    talk.scheduler.running.remove(leaves)
+    talk.scheduler._preempt_request(leaves, 0.0)
+    # Enough for one of them to go on.
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    before = num_copies()
+    talk.decode_until(stays, stays.num_tokens + 2 * UNIT)
+    assert num_copies() == before
+    assert "memory_pressure" in talk.discard_reasons(stays)
+    pool.free_blocks(held)
+    talk.engine.run()
+    assert num_copies() > before
