@@ -29,15 +29,17 @@ def running() -> Iterator[str]:
     binaries = found[-1].parent
     # Not below pytest's folders: each pytest run shuts those to other users.
     home = Path(tempfile.mkdtemp(prefix="vllm-fork-pg-"))
-    prefix: list[str] = []
+    user: str | None = None
     if os.geteuid() == 0:  # the server refuses to run as root
-        account = pwd.getpwnam("postgres")
+        user = "postgres"
+        account = pwd.getpwnam(user)
         os.chown(home, account.pw_uid, account.pw_gid)
-        prefix = ["runuser", "-u", "postgres", "--"]
 
     def call(*command: str) -> None:
         done = subprocess.run(
-            [*prefix, *command],
+            command,
+            user=user,
+            extra_groups=None if user is None else [],
             cwd=home,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -162,9 +162,10 @@ def resolve_chains(copies: list[Any]) -> list[Any]:
     one block, which was handed on within the step, the last is meant and remains: on a
     device they race.
     """
-    by_target = {copy.dst_block_id: copy for copy in copies}
-    if len(by_target) == len(copies) and not _is_chained(copies):
+    targets = {target for _, target in copies}
+    if len(targets) == len(copies) and targets.isdisjoint([s for s, _ in copies]):
         return copies
+    by_target = {copy.dst_block_id: copy for copy in copies}
     origin: dict[int, int] = {}
     for source, target in copies:
         origin[target] = origin.get(source, source)

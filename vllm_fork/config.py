@@ -138,6 +138,14 @@ def load_settings(
     if text.strip():
         sources.append((RETENTION_ENV, _parse_json(text)))
     if isinstance(additional_config, Mapping):
+        # Others may have theirs there: what is not nearly ours is not our business.
+        for key in map(str, additional_config):
+            close = difflib.get_close_matches(key, [ADDITIONAL_CONFIG_KEY], cutoff=0.85)
+            if close and key != ADDITIONAL_CONFIG_KEY:
+                raise SettingsError(
+                    f"--additional-config has {key!r}, which nobody reads: write "
+                    f"{ADDITIONAL_CONFIG_KEY!r}."
+                )
         given = additional_config.get(ADDITIONAL_CONFIG_KEY)
         if given is not None:
             sources.append((f"--additional-config {ADDITIONAL_CONFIG_KEY}", given))

@@ -228,15 +228,17 @@ class RetentionController:
         by :meth:`finish` already.
         """
         if (copies := self.copies) is not None:
-            copies.accept(lambda i: executed_tokens(requests[i]))
-        for request_id, checkpoint in list(self._pending.items()):
-            request = requests[request_id]
-            if executed_tokens(request) >= checkpoint.boundary:
-                self._promote(request_id)
-            elif request.num_computed_tokens < checkpoint.boundary:
-                self._discard_pending(request_id, "rewound")
-        for request_id in list(self._crossing):
-            self._settle_crossing(requests[request_id])
+            copies.accept(requests, executed_tokens)
+        if self._pending:
+            for request_id, checkpoint in list(self._pending.items()):
+                request = requests[request_id]
+                if executed_tokens(request) >= checkpoint.boundary:
+                    self._promote(request_id)
+                elif request.num_computed_tokens < checkpoint.boundary:
+                    self._discard_pending(request_id, "rewound")
+        if self._crossing:
+            for request_id in list(self._crossing):
+                self._settle_crossing(requests[request_id])
         self.has_work = bool(
             self._pending or self._crossing or (copies and copies.any_open)
         )

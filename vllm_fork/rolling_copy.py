@@ -132,13 +132,15 @@ class RollingCopies:
         """Whether :meth:`make` or :meth:`accept` has anything to look at."""
         return bool(self._due or self._unpromoted)
 
-    def accept(self, executed: Callable[[str], int]) -> None:
+    def accept(
+        self, requests: Mapping[str, Request], executed: Callable[[Request], int]
+    ) -> None:
         """Promote the copies whose state's step was accepted.
 
         ``executed`` tells a request's executed tokens.
         """
         for request_id, spare in list(self._unpromoted.items()):
-            if executed(request_id) >= spare.checkpoint.boundary:
+            if executed(requests[request_id]) >= spare.checkpoint.boundary:
                 self._promote(request_id, spare)
 
     def settle(self, request_id: str, materialized: int) -> None:

@@ -89,6 +89,17 @@ def test_sources_are_merged():
     assert (settings.events.label, settings.events.queue_size) == ("a", 5)
 
 
+@pytest.mark.parametrize("key", ["checkpoint_retentoin", "checkpoint-retention"])
+def test_an_additional_config_with_ours_misspelt(key):
+    with pytest.raises(SettingsError, match=f"{key}.*write 'checkpoint_retention'"):
+        load_settings({}, {key: {"exact_tail": False}})
+
+
+@pytest.mark.parametrize("key", ["checkpoint_config", "retention", "checkpoint"])
+def test_an_additional_config_with_another_s(key):
+    assert load_settings({}, {key: {"exact_tail": False}}) == load_settings({})
+
+
 @pytest.mark.parametrize(
     ("environ", "additional", "sentence"),
     [
