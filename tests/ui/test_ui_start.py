@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import socket
 import subprocess
 import sys
+import tomllib
 import urllib.request
 from pathlib import Path
 
@@ -55,6 +57,22 @@ def test_only_the_queries_read_the_store():
         source = path.read_text()
         assert "sqlalchemy" not in source, path
         assert "event_consumer" not in source, path
+
+
+@pytest.mark.parametrize(
+    "path", [UI / "app.py", *sorted(UI.glob("views/*.py"))], ids=lambda path: path.name
+)
+def test_no_page_holds_a_sentence_that_streamlit_would_print(path):
+    """Its magic prints an expression that stands alone, a string after a constant
+    too; only a docstring and a call may."""
+    body = ast.parse(path.read_text()).body
+    alone = [node.value for node in body[1:] if isinstance(node, ast.Expr)]
+    assert [ast.unparse(each) for each in alone if not isinstance(each, ast.Call)] == []
+
+
+def test_streamlit_prints_nothing_by_itself():
+    options = tomllib.loads((UI / ".streamlit" / "config.toml").read_text())
+    assert options["runner"]["magicEnabled"] is False
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:

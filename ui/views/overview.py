@@ -14,8 +14,7 @@ from ui.charts import layout, overview
 from ui.queries import DEPTH_EDGES, RETAINED, Breakdown, RequestFilter, Row
 
 NUM_BUCKETS: Final = 90
-MIN_SPAN_NS: Final = 9_000_000_000
-"""A time axis of one event would show nanoseconds."""
+MIN_SPAN_NS: Final = 9_000_000_000  # an axis of one event would show nanoseconds
 
 
 class Figures(NamedTuple):
