@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +17,8 @@ from typer.testing import CliRunner
 
 from event_consumer import names
 from event_consumer.otlp_receiver import ReceivedLink, ReceivedSpan
-from vllm_fork.demo import checks
+from event_consumer.store import Store
+from vllm_fork.demo import checks, services
 from vllm_fork.demo.__main__ import Demo, Ended, _stay_up, app
 from vllm_fork.demo.dialog import TurnResult
 from vllm_fork.demo.processes import DemoError, Service, require_free
@@ -192,6 +195,56 @@ def test_an_earlier_demo_s_folder_is_emptied(tmp_path):
     demo._empty_directory()
     assert list(directory.iterdir()) == []
     demo._empty_directory()
+
+
+def test_a_running_demo_s_folder_is_left_alone(tmp_path, monkeypatch):
+    """A second one says who has it and where else it may go, on whatever port."""
+
+    def go_on(*_):
+        raise AssertionError("the second demo went on")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(services, "write_model", go_on)
+    directory = Path("demo")
+    first = Demo(directory, 18200, None)
+    first._hold_directory()
+    first._empty_directory()
+    for name in ("tiny-model.log", "checkpoints.db"):
+        (directory / name).write_text("in use")
+    with pytest.raises(DemoError) as refused:
+        Demo(directory, 18100, None).start()
+    sentence = str(refused.value)
+    assert sentence.startswith(f"another demo (pid {os.getpid()} on ")
+    assert " still runs in demo: end it, or name another folder" in sentence
+    assert "--directory" in sentence
+    assert (directory / "checkpoints.db").read_text() == "in use"
+    first._running.close()
+    assert not (directory / "demo.lock").exists()
+
+
+def test_a_killed_demo_s_consumer_keeps_its_folder(tmp_path):
+    directory = tmp_path / "demo"
+    directory.mkdir()
+    (directory / "tiny-model.log").touch()
+    demo = Demo(directory, 18100, None)
+    with (
+        Store(demo.store),
+        contextlib.closing(demo._running),
+        pytest.raises(DemoError, match=r"its consumer, pid \d+ on "),
+    ):
+        demo._hold_directory()
+    assert (directory / "checkpoints.db").exists()
+    demo._hold_directory()
+    demo._running.close()
+
+
+def test_a_demo_that_could_not_begin_leaves_its_folder_to_the_next(tmp_path):
+    """It was killed before the first log."""
+    (tmp_path / "demo.lock").touch()
+    demo = Demo(tmp_path, 18100, None)
+    with contextlib.closing(demo._running):
+        demo._hold_directory()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_addresses_of_a_demo_that_stays_up(tmp_path, monkeypatch, capsys):

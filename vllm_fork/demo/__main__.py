@@ -16,6 +16,7 @@ from typing import Annotated, Final, NoReturn
 import typer
 
 from event_consumer import names
+from event_consumer.consumer_lock import FileLock, HeldError, holder
 from event_consumer.otlp_receiver import OtlpReceiver
 from vllm_fork.demo import checks, evidence, services
 from vllm_fork.demo.checks import Check
@@ -28,6 +29,9 @@ SETTLE_S = 30.0
 """How long the consumer may take to have told everything."""
 FIRST_LOG: Final = "tiny-model"
 """Its file is the first that a demo writes: a folder that has it is a demo's."""
+STORE_FILE: Final = "checkpoints.db"
+HELD: Final = "demo"
+LOCK_FILE: Final = f"{HELD}.lock"
 ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -49,7 +53,7 @@ class Demo:
         self.consumer_port = first_port + 1
         self.off = Arm("off", False, first_port + 2)
         self.on = Arm("on", True, first_port + 5)
-        self.store = f"sqlite:///{directory.resolve() / 'checkpoints.db'}"
+        self.store = f"sqlite:///{directory.resolve() / STORE_FILE}"
         self.otlp = otlp
         self.receiver: OtlpReceiver | None = None
         self.started = time.monotonic()
@@ -73,6 +77,7 @@ class Demo:
                 **self.on.ports(),
             }
         )
+        self._hold_directory()
         self._empty_directory()
         model = self.directory / "model"
         self.say("writing the tiny hybrid model")
@@ -112,17 +117,31 @@ class Demo:
                 partial(services.engine_ready, arm), services.ENGINE_START_S
             )
 
-    def _empty_directory(self) -> None:
-        """Make the folder, or empty that of an earlier demo; never one of anything
-        else."""
+    def _hold_directory(self) -> None:
+        """Make the folder, and keep other demos from it until this one has ended.
+
+        Raises:
+            DemoError: it is another demo's that still runs, it holds other things
+                than an earlier demo, or it cannot be made.
+        """
         try:
             if not self._is_ours_to_empty():
                 raise DemoError(
                     f"{self.directory} holds other things than an earlier demo: name "
                     "a new folder with --directory."
                 )
-            shutil.rmtree(self.directory, ignore_errors=True)
-            self.directory.mkdir(parents=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.directory / HELD)
+            lock.acquire(patience_s=0)
+            self._running.callback(lock.release)
+            # One that was killed may have left its consumer behind.
+            if who := holder(self.directory / STORE_FILE):
+                raise HeldError(f"its consumer, {who}")
+        except HeldError as error:
+            raise DemoError(
+                f"another demo ({error}) still runs in {self.directory}: end it, or "
+                "name another folder with `python -m vllm_fork.demo --directory`."
+            ) from None
         except OSError as error:
             raise DemoError(
                 f"{self.directory} cannot be made ({error.strerror}): name another "
@@ -132,7 +151,17 @@ class Demo:
     def _is_ours_to_empty(self) -> bool:
         if not self.directory.exists() or self._log(FIRST_LOG).exists():
             return True
-        return not any(self.directory.iterdir())
+        return all(path.name == LOCK_FILE for path in self.directory.iterdir())
+
+    def _empty_directory(self) -> None:
+        """Remove what an earlier demo left in the folder."""
+        for path in self.directory.iterdir():
+            if path.name == LOCK_FILE:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     @property
     def dashboard_url(self) -> str:
