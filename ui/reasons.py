@@ -176,7 +176,7 @@ EVENTS_MISSING: Final = Reason(
 
 HIT_LIMIT: Final[dict[str, Reason]] = {
     "prompt_end": Reason(
-        "everything reused",
+        "end of the prompt",
         "Everything that could be reused was: the hit reached the end of what the "
         "prompt shares.",
     ),

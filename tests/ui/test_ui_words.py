@@ -36,6 +36,11 @@ def test_each_other_code_of_the_schema_has_words():
     assert set(reasons.EVICTION) == set(events.EVICTION_REASONS)
 
 
+def test_a_hit_that_ends_with_the_prompt_does_not_claim_reuse():
+    """A short prompt, of which nothing can be reused, ends there as well."""
+    assert "reused" not in reasons.HIT_LIMIT["prompt_end"].short
+
+
 @pytest.mark.parametrize("code", reasons.UNSUPPORTED)
 def test_unsupported_says_what_and_why(code):
     reason = reasons.no_checkpoint(code)
