@@ -60,7 +60,12 @@ from event_consumer.records import (
     StreamRecord,
 )
 from event_consumer.store_file import Obstacle, damage, obstacle
-from event_consumer.store_url import DEFAULT_URL, StoreUrlError, parse_store_url
+from event_consumer.store_url import (
+    DEFAULT_URL,
+    StoreUrlError,
+    located,
+    parse_store_url,
+)
 
 SQLITE_TIMEOUT_S: Final = 1.0
 """How long another writer is waited for, where the URL does not say. The consumer's
@@ -280,8 +285,9 @@ class Store:
             raise StoreError(self._cannot("open", found))
         if self._read_only and not self._path.exists():
             raise StoreError(
-                f"there is no store at {self.name} yet: `event-consumer run "
-                f"--store {self.name}` makes it, or name another with --store"
+                f"there is no store at {located(self.name, self._path)} yet: "
+                f"`event-consumer run --store {self.name}` makes it, or name another "
+                "with --store"
             )
 
     def _hold_file(self) -> None:

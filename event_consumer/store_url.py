@@ -94,6 +94,11 @@ def parse_store_url(text: str) -> StoreUrl:
     )
 
 
+def located(name: str, path: Path) -> str:
+    """The ``name`` of an SQLite store, and which file a relative path is from here."""
+    return name if path.is_absolute() else f"{name} (the file {path.absolute()})"
+
+
 def _parse(text: str) -> URL:
     try:
         text.encode()

@@ -13,7 +13,12 @@ from sqlalchemy.pool import NullPool
 
 from event_consumer import tables
 from event_consumer.store_file import Obstacle, damage, obstacle
-from event_consumer.store_url import DEFAULT_URL, StoreUrlError, parse_store_url
+from event_consumer.store_url import (
+    DEFAULT_URL,
+    StoreUrlError,
+    located,
+    parse_store_url,
+)
 
 __all__ = ["DEFAULT_URL", "StoreConnection", "StoreError"]
 
@@ -129,7 +134,7 @@ class StoreConnection:
         if self.path is not None and not self.path.exists():
             self._verified = False
             raise StoreError(
-                f"There is no store at {self.name} yet.",
+                f"There is no store at {located(self.name, self.path)} yet.",
                 hint="The event consumer makes it when it starts; this page shows "
                 "what it holds as soon as it does.",
                 command=f"event-consumer run --store {self.name}",

@@ -537,6 +537,14 @@ def test_what_was_lost_does_not_make_a_broken_stream_whole(asked):
     ]
 
 
+def test_a_missing_store_is_told_by_its_whole_path(tmp_path, monkeypatch):
+    """A relative URL alone does not say which folder was looked in."""
+    monkeypatch.chdir(tmp_path)
+    told = ask("health", "--store", "sqlite:///none.db")
+    where = f"sqlite:///none.db (the file {tmp_path}/none.db)"
+    assert f"There is no store at {where} yet:" in told.stderr
+
+
 def test_health_without_a_store_says_so_in_json_too(sqlite_url):
     told = ask("health", "--store", sqlite_url, "--json")
     assert told.returncode == 1

@@ -38,6 +38,20 @@ def test_a_missing_file_is_not_made(tmp_path: Path):
     assert not path.exists()
 
 
+def test_a_missing_store_is_told_by_its_whole_path(tmp_path: Path, monkeypatch):
+    """A relative URL alone does not say which folder was looked in."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError) as caught:
+        Queries(StoreConnection("sqlite:///none.db")).engines()
+    where = f"sqlite:///none.db (the file {tmp_path}/none.db)"
+    assert str(caught.value) == f"There is no store at {where} yet."
+    with pytest.raises(StoreError) as caught:
+        Queries(StoreConnection(f"sqlite:///{tmp_path}/none.db")).engines()
+    assert (
+        str(caught.value) == f"There is no store at sqlite:///{tmp_path}/none.db yet."
+    )
+
+
 def test_a_file_that_is_no_database(tmp_path: Path):
     path = tmp_path / "notes.db"
     path.write_text("these are notes, not tables\n" * 100)
