@@ -154,9 +154,9 @@ class RetentionController:
                 self._pool, self._mamba, copy_interval, self._ids, observer
             )
 
-        self.next_boundary: dict[str, int] = {}
-        """The ``num_computed_tokens`` at which :meth:`reach` wants to see a request;
-        one that is missing, at once."""
+        self.watched: dict[str, tuple[Request, int]] = {}
+        """Every running request, and the ``num_computed_tokens`` at which :meth:`reach`
+        wants to see it."""
         self.has_work = False
         """Whether :meth:`accept_outputs`, or the making of copies, may have anything to
         do with the next step."""
@@ -183,30 +183,34 @@ class RetentionController:
 
     # -- scheduling --------------------------------------------------------------
 
+    def watch(self, request: Request) -> None:
+        """``request`` runs from the step just scheduled on; may be called again."""
+        self.watched.setdefault(request.request_id, (request, 0))
+
     def reach(self, request: Request) -> None:
         """Pin what the step just scheduled will complete for ``request``.
 
         Call after ``schedule``, for each scheduled request whose
-        ``num_computed_tokens``, which counts the step, is at its ``next_boundary``.
+        ``num_computed_tokens``, which counts the step, is where it was watched for.
         """
         request_id = request.request_id
         if request.resumable or request.pooling_params is not None:
             # The next input of a streaming session may rewrite the last token.
-            self.next_boundary[request_id] = NEVER
+            self.watched[request_id] = request, NEVER
             return
         if self._speculative:
-            due = self.next_boundary.get(request_id)
-            if due is None:
+            _, due = self.watched[request_id]
+            if not due:
                 due = self._first_boundary(request)
                 self._first_output_at[request_id] = request.num_tokens
             self._crossing[request_id] = due
             self.has_work = True
-            self.next_boundary[request_id] = NEVER
+            self.watched[request_id] = request, NEVER
             return
         computed = request.num_computed_tokens
         boundary = computed // self.block_size * self.block_size
         first = self._first_boundary(request)
-        self.next_boundary[request_id] = self._next_of_interest(request, first)
+        self.watched[request_id] = request, self._next_of_interest(request, first)
         # A step that ends elsewhere leaves no state *at* the boundary: this skips
         # a prefill that runs over it (and what such a prefill exports beside it).
         if boundary == computed and boundary >= first:
@@ -254,7 +258,7 @@ class RetentionController:
                 request = requests.get(request_id)
                 if request and request.num_computed_tokens < checkpoint.boundary:
                     del held[request_id]
-                    self.next_boundary.pop(request_id, None)
+                    self.watched[request_id] = request, 0
                     self._discard(checkpoint, "rewound")
         if self.copies is not None:
             self.copies.drop_beyond(
@@ -342,7 +346,7 @@ class RetentionController:
         for checkpoint in pinned:
             if not checkpoint.published_monotonic_ns:
                 self._observer.discarded(checkpoint, reason)
-        self.next_boundary.clear()
+        self.watched.clear()
         self._crossing.clear()
         self._first_output_at.clear()
 
@@ -382,7 +386,7 @@ class RetentionController:
             for block in blocks
             if block.ref_cnt != holders[block.block_id]
         ]
-        held = {*self._pending, *self._promoted, *self.next_boundary, *self._crossing}
+        held = {*self._pending, *self._promoted, *self.watched, *self._crossing}
         if self.copies is not None:
             held |= self.copies.requests()
         wrong += [f"request {i} is gone" for i in held - scheduler.requests.keys()]
@@ -423,9 +427,9 @@ class RetentionController:
         boundary = executed // self.block_size * self.block_size
         is_first = self._first_output_at.pop(request_id, None) is not None
         if boundary < due:
-            self.next_boundary[request_id] = due
+            self.watched[request_id] = request, due
             return
-        self.next_boundary[request_id] = boundary + self.block_size
+        self.watched[request_id] = request, boundary + self.block_size
         if is_first and self._exports_prefill_states and executed != boundary:
             return
         blocks = self._blocks_at(request_id, boundary)
@@ -705,7 +709,7 @@ class RetentionController:
         self._pool.free_blocks(checkpoint.blocks)
 
     def _forget(self, request_id: str) -> None:
-        self.next_boundary.pop(request_id, None)
+        self.watched.pop(request_id, None)
         self._crossing.pop(request_id, None)
         self._first_output_at.pop(request_id, None)
 

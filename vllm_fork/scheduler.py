@@ -137,6 +137,8 @@ class CheckpointSchedulerMixin(_Base):
                 self.tails,
                 self._copy_interval(settings),
             )
+            for request in self.running:
+                self.retention.watch(request)
             self._repairs_copies = True
             self._free_block_queue = manager.block_pool.free_block_queue
             self._ample_blocks = self.retention.ample_blocks(self.max_num_running_reqs)
@@ -412,17 +414,18 @@ class CheckpointSchedulerMixin(_Base):
             except Exception:
                 self._fail("a step")
         output = self._stock_schedule(throttle_prefills)
-        if has_work:
-            self._run("a copy", self._add_copies, output)
         if output.kv_cache_block_copies is not None and self._repairs_copies:
             # See ``block_copy``.
             output.kv_cache_block_copies = resolve_chains(output.kv_cache_block_copies)
+        if has_work:
+            self._run("a copy", self._add_copies, output)
         if (retention := self.retention) is not None:
             try:
-                requests, next_boundary = self.requests, retention.next_boundary
-                for request_id in output.num_scheduled_tokens:
-                    request = requests[request_id]
-                    if request.num_computed_tokens >= next_boundary.get(request_id, 0):
+                resumed = output.scheduled_cached_reqs.resumed_req_ids
+                if output.scheduled_new_reqs or resumed:
+                    self._watch_admitted(retention, output)
+                for request, boundary in retention.watched.values():
+                    if request.num_computed_tokens >= boundary:
                         retention.reach(request)
             except Exception:
                 self._fail("a scheduled step")
@@ -430,17 +433,27 @@ class CheckpointSchedulerMixin(_Base):
             self.observer.flush()
         return output
 
+    def _watch_admitted(
+        self, retention: RetentionController, output: SchedulerOutput
+    ) -> None:
+        for new in output.scheduled_new_reqs:
+            retention.watch(self.requests[new.req_id])
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            retention.watch(self.requests[request_id])
+
     def _add_copies(self, output: SchedulerOutput) -> None:
         """Let the step just scheduled make the rolling copies that are due, first."""
         copies = self.retention.copies if self.retention is not None else None
         if copies is None or not copies.any_due:
             return
-        made = copies.make(self.requests, output.num_scheduled_tokens)
-        if made:
-            output.kv_cache_block_copies = [
-                *(output.kv_cache_block_copies or ()),
-                *made,
-            ]
+        made, any_new_spare = copies.make(self.requests, output.num_scheduled_tokens)
+        if not made:
+            return
+        if others := output.kv_cache_block_copies:
+            made = [*others, *made]
+        if others or any_new_spare:
+            made = resolve_chains(made)
+        output.kv_cache_block_copies = made
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
         affected = super()._handle_invalid_blocks(*args, **kwargs)
