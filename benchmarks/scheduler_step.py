@@ -8,9 +8,10 @@ boundaries alone), ``exact_tail`` and ``copy64``, each without events and, as
 spread over a block, so that block boundaries and copies spread over the steps.
 
 Engines that are all the same differ by up to 3% from one start to the next, by where
-their objects lie in memory. So each engine is compared with itself: it takes turns as
-it is and as stock vLLM (its scheduler gets vLLM's class back, and nothing of ours is
-left on the KV-cache manager and the pool). Which comes first, and the order of the
+their objects lie in memory. So each engine is compared with itself: it takes turns by
+our ``schedule`` and by vLLM's own, which ours calls. (Nothing else of ours runs in a
+step in which requests decode. The class stays: after each change of it Python would
+look everything up anew for some fifty steps.) Which comes first, and the order of the
 engines, is drawn anew each round, so that all meet the same machine; the first steps
 after a switch do not count. A ratio is that of the median steps of the two turns; its
 median over all rounds is told. Time is the CPU time of the stepping thread, which other
@@ -19,13 +20,14 @@ work on the machine stretches less; ``--clock wall`` shows waits as well::
     python benchmarks/scheduler_step.py --json
 
 prints ``{"ratio": {"<arm>@<running>": …}, "aa_spread": …, "extra_us_per_request_step":
-{…}}``. ``stock`` is switched as the others are, from stock to stock; ``aa_spread`` is
-the largest distance of its ratios from 1.
+{…}}``. ``stock`` takes both turns by vLLM's own; ``aa_spread`` is the largest distance
+of its ratios from 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import math
@@ -64,46 +66,6 @@ MODES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-class _Nothing:
-    """Mixed into a stock class, it gives instances the layout that Python wants of
-    them before they may change their class, and nothing else."""
-
-
-def switchable(stock: type[Scheduler]) -> type[Scheduler]:
-    """A class that does what ``stock`` does."""
-    return type(stock.__name__, (_Nothing, stock), {})
-
-
-class Switch:
-    """Turns what the overlay hooked into one scheduler off and on again.
-
-    Of a stock scheduler, it changes the class to another that is the same.
-    """
-
-    def __init__(self, scheduler: Scheduler, stock: type[Scheduler]) -> None:
-        self._scheduler = scheduler
-        self._off = switchable(stock)
-        self._on = type(scheduler)
-        manager = scheduler.kv_cache_manager
-        self._hooked = (scheduler, manager, manager.block_pool)
-        self._hooks: list[tuple[object, str, object]] = []
-
-    def turn(self, on: bool) -> None:
-        """Half of it is the class; the other half, methods set on instances."""
-        if on:
-            self._scheduler.__class__ = self._on
-            for owner, name, method in self._hooks:
-                setattr(owner, name, method)
-            self._hooks = []
-        elif not self._hooks:
-            self._scheduler.__class__ = self._off
-            for owner in self._hooked:
-                for name, method in list(vars(owner).items()):
-                    if callable(getattr(type(owner), name, None)):
-                        self._hooks.append((owner, name, method))
-                        delattr(owner, name)
-
-
 class Arm:
     """One scheduler that decodes ``num_running`` requests until they are dropped."""
 
@@ -115,7 +77,7 @@ class Arm:
         clock: Callable[[], float],
     ) -> None:
         stock: type[Scheduler] = AsyncScheduler if is_async else Scheduler
-        cls = switchable(stock) if settings is None else with_checkpoints(stock)
+        cls = stock if settings is None else with_checkpoints(stock)
         self.scheduler = make_scheduler(
             cls,
             block_size=BLOCK,
@@ -125,7 +87,10 @@ class Arm:
             async_scheduling=is_async,
             settings=settings,
         )
-        self.switch = Switch(self.scheduler, stock)
+        own, ours = stock.schedule, type(self.scheduler).schedule
+        self._own = functools.partial(own, self.scheduler)
+        self._ours = functools.partial(ours, self.scheduler)
+        self._schedule = self._ours
         self.num_running = num_running
         self._in_flight: SchedulerOutput | None = None
         self._is_async = is_async
@@ -171,7 +136,7 @@ class Arm:
         """Seconds that one step takes the engine's thread."""
         clock = self._clock
         begin = clock()
-        output = self.scheduler.schedule()
+        output = self._schedule()
         scheduled = clock() - begin
         if self._is_async:
             output, self._in_flight = self._in_flight, output
@@ -192,6 +157,10 @@ class Arm:
             [r for r in request_ids if r not in kept], RequestStatus.FINISHED_ABORTED
         )
         self.num_running = num_running
+
+    def switch(self, on: bool) -> None:
+        """Go on by our ``schedule``, or by vLLM's own."""
+        self._schedule = self._ours if on else self._own
 
     def turn(self, num_steps: int) -> list[float]:
         """The step times (s) of a turn."""
@@ -252,11 +221,11 @@ def measure(
             found = {}
             for on in order.sample([True, False], 2):
                 arms[name].keep_within(2 * max(MIN_STEPS, num_steps))
-                arms[name].switch.turn(on)
+                arms[name].switch(on)
                 arms[name].turn(max(MIN_SETTLING_STEPS, num_steps))
                 steps = arms[name].turn(max(MIN_STEPS, num_steps))
                 found[on] = statistics.median(steps)
-            arms[name].switch.turn(True)
+            arms[name].switch(True)
             times[name].append((found[True], found[False]))
         if time.monotonic() > deadline:
             break
