@@ -310,11 +310,11 @@ class CheckpointSchedulerMixin(_Base):
         """Let no chunk of a prefill run from inside a block over that block's end.
 
         vLLM 0.32.0 lets it where the backend exports prefill states (Mamba2, KDA):
-        a boundary that it then caches, at a shared-prefix junction or by a positive
-        retention interval, gets the state that the hit began from.
+        the block's end, if it is cached then, gets the state that the chunk began from.
+        Seen at a shared-prefix junction, with a positive retention interval, and with
+        neither in a pool that preempts.
         """
         split = self._mamba_block_aligned_split
-        interval = self.kv_cache_manager.coordinator.retention_interval
 
         def mamba_block_aligned_split(
             request: Request, num_new_tokens: int, *computed: int
@@ -325,9 +325,7 @@ class CheckpointSchedulerMixin(_Base):
             to_end = self.block_size - start % self.block_size
             if is_decode or to_end == self.block_size:
                 return num_new_tokens
-            if interval or request.shared_prefix_boundary > start:
-                return min(num_new_tokens, to_end)
-            return num_new_tokens
+            return min(num_new_tokens, to_end)
 
         setattr(self, split.__name__, mamba_block_aligned_split)
 
