@@ -85,7 +85,6 @@ class RollingCopies:
         self._due: dict[str, int] = {}
         # Requests that were preempted; those that are back go at the next look.
         self._displaced: dict[str, Request] = {}
-        self._has_taken = False
         self._closed = False
         self._watcher_error: Exception | None = None
 
@@ -101,9 +100,9 @@ class RollingCopies:
 
     def make(
         self, requests: Mapping[str, Request], scheduled: Mapping[str, int]
-    ) -> tuple[list[KVCacheBlockCopy], bool]:
-        """The copies that the step just scheduled has to run first; whether a new spare
-        is among their targets, which may be handed on within the step.
+    ) -> list[KVCacheBlockCopy]:
+        """The copies that the step just scheduled has to run first. A new spare may be
+        handed on within the step: of two copies to one block the last is meant.
 
         Call after ``schedule``, with its ``num_scheduled_tokens``:
         ``num_computed_tokens`` counts the step. ``requests`` are the scheduler's, by
@@ -114,7 +113,6 @@ class RollingCopies:
         if self._watcher_error is not None:
             raise self._watcher_error
         copies: list[KVCacheBlockCopy] = []
-        self._has_taken = False
         is_anyone_displaced = self._displaced and self._is_anyone_displaced()
         for request_id in list(self._due):
             if request_id in scheduled:
@@ -124,7 +122,7 @@ class RollingCopies:
                     self.drop(request_id, "memory_pressure")
                 elif request.num_computed_tokens - scheduled[request_id] == boundary:
                     copies += self._copy(request, boundary)
-        return copies, self._has_taken
+        return copies
 
     def note_preempted(self, request: Request) -> None:
         """``request`` gives its blocks to others: see the module."""
@@ -257,7 +255,6 @@ class RollingCopies:
         """Free blocks, referenced; None if there are not so many."""
         if self._pool.get_num_free_blocks() < count:
             return None
-        self._has_taken = True
         blocks = tuple(self._pool.get_new_blocks(count))
         if self._closed:  # an eviction just now went wrong
             self._pool.free_blocks(blocks)

@@ -2,8 +2,8 @@
 
 ``with_checkpoints(cls)`` derives from whatever scheduler class vLLM resolved, so
 synchronous, asynchronous and custom schedulers all keep their own behaviour; each
-hook calls ``super()`` and adds a few lines around it. The hooks, in the order of a
-request's life:
+hook calls vLLM's own method and adds a few lines around it. The hooks, in the order of
+a request's life:
 
 ================================  =================================================
 ``get_computed_blocks``           finds exact tails; remembers what an admission found
@@ -412,11 +412,11 @@ class CheckpointSchedulerMixin(_Base):
             except Exception:
                 self._fail("a step")
         output = self._stock_schedule(throttle_prefills)
+        if has_work:
+            self._run("a copy", self._add_copies, output)
         if output.kv_cache_block_copies is not None and self._repairs_copies:
             # See ``block_copy``.
             output.kv_cache_block_copies = resolve_chains(output.kv_cache_block_copies)
-        if has_work:
-            self._run("a copy", self._add_copies, output)
         if (retention := self.retention) is not None:
             try:
                 resumed = output.scheduled_cached_reqs.resumed_req_ids
@@ -444,14 +444,10 @@ class CheckpointSchedulerMixin(_Base):
         copies = self.retention.copies if self.retention is not None else None
         if copies is None or not copies.any_due:
             return
-        made, any_new_spare = copies.make(self.requests, output.num_scheduled_tokens)
-        if not made:
-            return
-        if others := output.kv_cache_block_copies:
-            made = [*others, *made]
-        if others or any_new_spare:
-            made = resolve_chains(made)
-        output.kv_cache_block_copies = made
+        made = copies.make(self.requests, output.num_scheduled_tokens)
+        if made:
+            others = output.kv_cache_block_copies or []
+            output.kv_cache_block_copies = others + made
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
         affected = super()._handle_invalid_blocks(*args, **kwargs)
