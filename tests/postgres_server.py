@@ -50,12 +50,14 @@ def running() -> Iterator[str]:
             raise NoPostgres(f"{Path(command[0]).name}: {done.stdout[-300:]}")
 
     data = str(home / "data")
-    call(str(binaries / "initdb"), "-D", data, "-A", "trust", "-U", "tester", "-N")
     options = f"-c listen_addresses='' -c fsync=off -k {home}"
     control = str(binaries / "pg_ctl")
-    call(control, "-D", data, "-w", "-l", str(home / "log"), "-o", options, "start")
     try:
-        yield f"postgresql://tester@/{{database}}?host={home}"
+        call(str(binaries / "initdb"), "-D", data, "-A", "trust", "-U", "tester", "-N")
+        call(control, "-D", data, "-w", "-l", str(home / "log"), "-o", options, "start")
+        try:
+            yield f"postgresql://tester@/{{database}}?host={home}"
+        finally:
+            call(control, "-D", data, "-m", "immediate", "stop")
     finally:
-        call(control, "-D", data, "-m", "immediate", "stop")
         shutil.rmtree(home, ignore_errors=True)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -40,7 +37,9 @@ from vllm_fork.events import (
 )
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "tests")]
+
+import postgres_server  # noqa: E402
 
 RECORDS = (tables.engines, tables.requests, tables.checkpoints)
 PATIENCE_S = 30.0
@@ -66,53 +65,22 @@ def wait_for_fixture() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[Callable[[str], str]]:
     """A server of our own on a Unix socket; call it with a name for a database."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    if not found:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    programs = found[-1].parent
-    folder = Path(tempfile.mkdtemp(prefix="pg-"))
-    user = "postgres" if os.geteuid() == 0 else None  # it refuses to run as root
-    if user:
-        shutil.chown(folder, user)
-    subprocess.run(
-        [programs / "initdb", "-D", folder / "data", "-U", "postgres", "-A", "trust"],
-        check=True,
-        capture_output=True,
-        user=user,
-    )
-    options = ["-c", "listen_addresses=", "-c", "fsync=off"]
-    server = subprocess.Popen(
-        [programs / "postgres", "-D", folder / "data", "-k", folder, *options],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        user=user,
-    )
-
-    def url(database: str) -> str:
-        return f"postgresql+psycopg://postgres@/{database}?host={folder}"
-
-    admin = create_engine(url("postgres"), isolation_level="AUTOCOMMIT")
-
-    def create(database: str) -> str:
-        with admin.connect() as connection:
-            connection.execute(text(f'CREATE DATABASE "{database}"'))
-        return url(database)
-
-    def is_up() -> bool:
-        try:
-            admin.connect().close()
-        except Exception:
-            return False
-        return True
-
     try:
-        wait_for(is_up)
-        yield create
-    finally:
-        admin.dispose()
-        server.send_signal(signal.SIGINT)  # without waiting for clients
-        server.wait(PATIENCE_S)
-        shutil.rmtree(folder)
+        with postgres_server.running() as server:
+            driven = server.replace("postgresql:", "postgresql+psycopg:")
+            admin = create_engine(
+                driven.format(database="postgres"), isolation_level="AUTOCOMMIT"
+            )
+
+            def create(database: str) -> str:
+                with admin.connect() as connection:
+                    connection.execute(text(f'CREATE DATABASE "{database}"'))
+                return driven.format(database=database)
+
+            yield create
+            admin.dispose()
+    except postgres_server.NoPostgres as error:
+        pytest.skip(f"NOT TESTED on PostgreSQL: {error}")
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
