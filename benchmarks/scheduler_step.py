@@ -58,7 +58,6 @@ SAMPLED_TOKEN: Final = 11
 TURN_S: Final = 0.025
 """Seconds of a turn at least, and of the steps before it that do not count."""
 MIN_STEPS: Final = 3
-MIN_SETTLING_STEPS: Final = 1
 MODES: Final[dict[str, dict[str, Any]]] = {
     "retention": {"exact_tail": False},
     "exact_tail": {"exact_tail": True},
@@ -222,7 +221,7 @@ def measure(
             for on in order.sample([True, False], 2):
                 arms[name].keep_within(2 * max(MIN_STEPS, num_steps))
                 arms[name].switch(on)
-                arms[name].turn(max(MIN_SETTLING_STEPS, num_steps))
+                arms[name].turn(num_steps)
                 steps = arms[name].turn(max(MIN_STEPS, num_steps))
                 found[on] = statistics.median(steps)
             arms[name].switch(True)

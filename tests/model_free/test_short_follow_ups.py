@@ -53,6 +53,19 @@ def prefill(watch):
     return ask
 
 
+def is_armed(talk):
+    """Whether the next call for a split finds ours in vLLM's place."""
+    return "_mamba_block_aligned_split" in vars(talk.scheduler)
+
+
+def look_up(talk, prompt):
+    """A request that was looked up, and nothing more."""
+    request = talk.begin(prompt, [STOP_TOKEN])
+    talk.scheduler.kv_cache_manager.get_computed_blocks(request)
+    assert is_armed(talk)
+    return request
+
+
 def in_two(prompt, cached):
     """The steps by which vLLM runs the rest of ``prompt``."""
     last = (len(prompt) - 1) // UNIT * UNIT
@@ -207,36 +220,32 @@ def test_running_requests_are_asked_nothing(start, prefill):
     talk = start(exact_tail=True)
     said = turn(talk, 30, 4)
     prefill(talk, said + talk.tokens(20))
-    assert "_mamba_block_aligned_split" not in vars(talk.scheduler)
+    assert not is_armed(talk)
 
 
 def test_a_look_up_that_led_to_no_admission(start, watch):
     """What was meant for one request does nothing to the next."""
     talk = start(exact_tail=True)
     said = turn(talk, 30, 4)
-    request = talk.begin(said + talk.tokens(20), [STOP_TOKEN])
-    talk.scheduler.kv_cache_manager.get_computed_blocks(request)
-    assert "_mamba_block_aligned_split" in vars(talk.scheduler)
+    request = look_up(talk, said + talk.tokens(20))
     talk.engine.finish(request.request_id, RequestStatus.FINISHED_ABORTED)
     other = talk.begin(talk.tokens(30), [STOP_TOKEN])
     steps = watch(talk)
     talk.engine.run()
     assert steps[0] == {other.request_id: 16}
-    assert "_mamba_block_aligned_split" not in vars(talk.scheduler)
+    assert not is_armed(talk)
 
 
 def test_a_look_up_that_another_one_of_the_request_follows(start, watch):
     """No split was asked for in between; the checkpoint is gone meanwhile."""
     talk = start(exact_tail=True)
     said = turn(talk, 100, 40)
-    request = talk.begin(said + talk.tokens(12), [STOP_TOKEN])
-    talk.scheduler.kv_cache_manager.get_computed_blocks(request)
-    assert "_mamba_block_aligned_split" in vars(talk.scheduler)
+    request = look_up(talk, said + talk.tokens(12))
     assert talk.scheduler.reset_prefix_cache()
     steps = watch(talk)
     talk.engine.run()
     assert [step[request.request_id] for step in steps][:2] == [2 * BLOCK, 16]
-    assert "_mamba_block_aligned_split" not in vars(talk.scheduler)
+    assert not is_armed(talk)
 
 
 def test_the_answer_of_a_follow_up_is_retained_as_ever(start, is_async):

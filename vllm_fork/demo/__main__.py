@@ -16,7 +16,7 @@ from typing import Annotated, Final, NoReturn
 import typer
 
 from event_consumer import names
-from event_consumer.consumer_lock import FileLock, HeldError, holder
+from event_consumer.consumer_lock import FileLock, HeldError, holder, lock_path
 from event_consumer.otlp_receiver import OtlpReceiver
 from vllm_fork.demo import checks, evidence, services
 from vllm_fork.demo.checks import Check
@@ -31,7 +31,7 @@ FIRST_LOG: Final = "tiny-model"
 """Its file is the first that a demo writes: a folder that has it is a demo's."""
 STORE_FILE: Final = "checkpoints.db"
 HELD: Final = "demo"
-LOCK_FILE: Final = f"{HELD}.lock"
+LOCK_FILE: Final = lock_path(Path(HELD)).name
 ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
