@@ -11,16 +11,19 @@ Engines that are all the same differ by up to 3% from one start to the next, by 
 their objects lie in memory. So each engine is compared with itself: it takes turns by
 our ``schedule`` and by vLLM's own, which ours calls. (Nothing else of ours runs in a
 step in which requests decode. The class stays: after each change of it Python would
-look everything up anew for some fifty steps.) Which comes first, and the order of the
-engines, is drawn anew each round, so that all meet the same machine; the first steps
-after a switch do not count. A ratio is that of the median steps of the two turns; its
-median over all rounds is told. Time is the CPU time of the stepping thread, which other
-work on the machine stretches less; ``--clock wall`` shows waits as well::
+look everything up anew for some fifty steps.) Each round visits the engines in a new
+order, so that all meet the same machine. A visit takes four turns: one of the two,
+twice the other, the first again, so that what drifts falls on both alike; they are
+short, since the machine changes its pace within tens of milliseconds. The first steps
+of a turn do not count: ours catches up there, and wakes the publisher for it. A ratio
+is that of the median steps of a visit's two kinds of turn; its median over all rounds
+is told. Time is the CPU time of the stepping thread, which other work on the machine
+stretches less; ``--clock wall`` shows waits as well::
 
     python benchmarks/scheduler_step.py --json
 
 prints ``{"ratio": {"<arm>@<running>": …}, "aa_spread": …, "extra_us_per_request_step":
-{…}}``. ``stock`` takes both turns by vLLM's own; ``aa_spread`` is the largest distance
+{…}}``. ``stock`` takes all turns by vLLM's own; ``aa_spread`` is the largest distance
 of its ratios from 1.
 """
 
@@ -50,14 +53,17 @@ from vllm.v1.request import RequestStatus
 
 from vllm_fork.model_free import make_request, make_scheduler
 from vllm_fork.model_free.scheduler_factory import MAX_MODEL_LEN
-from vllm_fork.scheduler import with_checkpoints
+from vllm_fork.scheduler import CheckpointSchedulerMixin, with_checkpoints
 
 BLOCK: Final = 1056
 HASH_UNIT: Final = 16
 SAMPLED_TOKEN: Final = 11
-TURN_S: Final = 0.025
-"""Seconds of a turn at least, and of the steps before it that do not count."""
+TURN_S: Final = 0.012
+"""Seconds that the steps of a turn take at least, and ``MIN_STEPS`` of them."""
 MIN_STEPS: Final = 3
+SKIPPED_S: Final = 0.008
+"""Seconds of the steps before them that do not count; more than Python leaves the lock
+to one thread (0.005)."""
 MODES: Final[dict[str, dict[str, Any]]] = {
     "retention": {"exact_tail": False},
     "exact_tail": {"exact_tail": True},
@@ -137,6 +143,8 @@ class Arm:
         begin = clock()
         output = self._schedule()
         scheduled = clock() - begin
+        if self._schedule is not self._ours:
+            self._count(output)
         if self._is_async:
             output, self._in_flight = self._in_flight, output
         if output is None:
@@ -145,6 +153,12 @@ class Arm:
         begin = clock()
         self.scheduler.update_from_output(output, result)
         return scheduled + clock() - begin
+
+    def _count(self, output: SchedulerOutput) -> None:
+        """Tell our ``schedule`` of a step that went past it."""
+        if isinstance(self.scheduler, CheckpointSchedulerMixin):
+            self.scheduler._watch.num_steps += 1
+            self.scheduler._reach(output)
 
     def keep(self, num_running: int) -> None:
         """Abort all but ``num_running`` requests, spread over the block as before."""
@@ -166,6 +180,20 @@ class Arm:
         times = [self.step() for _ in range(num_steps)]
         assert len(self.scheduler.running) == self.num_running, "some have ended"
         return times
+
+    def visit(
+        self, order: tuple[bool, ...], num_skipped: int, num_steps: int
+    ) -> tuple[float, float]:
+        """The median step times (s) by our ``schedule`` and by vLLM's own, which take
+        turns in ``order`` (True: ours)."""
+        self.keep_within((num_skipped + num_steps) * len(order))
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for on in order:
+            self.switch(on)
+            self.turn(num_skipped)
+            times[on] += self.turn(num_steps)
+        self.switch(True)
+        return statistics.median(times[True]), statistics.median(times[False])
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -205,27 +233,23 @@ def arm_settings() -> dict[str, dict[str, Any] | None]:
 def measure(
     arms: dict[str, Arm], num_rounds: int, deadline: float, seed: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """The median step times (s) of each arm's turns, as it is and as stock, one pair a
+    """The median step times (s) of each arm's visits, as it is and as stock, one pair a
     round; fewer rounds if time is short."""
     for arm in arms.values():
         warm_up = arm.turn(MIN_STEPS)
-    num_steps = math.ceil(TURN_S / statistics.median(warm_up))
+    step_s = statistics.median(warm_up)
+    num_steps = max(MIN_STEPS, math.ceil(TURN_S / step_s))
+    num_skipped = math.ceil(SKIPPED_S / step_s)
     # As vLLM's engine core does once it has started.
     gc.collect()
     gc.freeze()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
-    order = random.Random(seed)
+    draw = random.Random(seed)
     for _ in range(num_rounds):
-        for name in order.sample(list(arms), len(arms)):
-            found = {}
-            for on in order.sample([True, False], 2):
-                arms[name].keep_within(2 * max(MIN_STEPS, num_steps))
-                arms[name].switch(on)
-                arms[name].turn(num_steps)
-                steps = arms[name].turn(max(MIN_STEPS, num_steps))
-                found[on] = statistics.median(steps)
-            arms[name].switch(True)
-            times[name].append((found[True], found[False]))
+        for name in draw.sample(list(arms), len(arms)):
+            on = draw.random() < 0.5
+            order = (on, not on, not on, on)
+            times[name].append(arms[name].visit(order, num_skipped, num_steps))
         if time.monotonic() > deadline:
             break
     gc.unfreeze()

@@ -162,6 +162,8 @@ def resolve_chains(copies: list[Any]) -> list[Any]:
     one block, which was handed on within the step, the last is meant and remains: on a
     device they race.
     """
+    if len(copies) == 1:
+        return copies
     targets = {target for _, target in copies}
     if len(targets) == len(copies) and targets.isdisjoint([s for s, _ in copies]):
         return copies

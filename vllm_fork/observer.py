@@ -45,8 +45,8 @@ class Observer:
 
     Args:
         publish: takes a list of events, or of what makes them; must neither block
-            nor raise (``CheckpointPublisher.publish``). None: events are off, and
-            only what the controller asks for is kept.
+            nor raise, nor keep the list (``CheckpointPublisher.publish``). None:
+            events are off, and only what the controller asks for is kept.
         retention_off_reason: why no checkpoint is ever made here (``disabled`` or
             ``unsupported:<what>``); None when retention is on.
         hash_session_ids: replace session ids by their hash.
@@ -63,15 +63,15 @@ class Observer:
         self._publish = publish
         self._hash_session_ids = hash_session_ids
         self.collected: list[QueuedEvent] = []
-        """Events that :meth:`flush` has yet to hand over."""
+        """Events that :meth:`flush` has yet to hand over; always this list."""
         self._seen: dict[str, _Seen] = {}
 
     def flush(self) -> None:
         """Hand the collected events over."""
         if self.collected:
-            collected, self.collected = self.collected, []
             assert self._publish is not None
-            self._publish(collected)
+            self._publish(self.collected)
+            self.collected.clear()
 
     def identity(self, request: Request) -> RequestIdentity:
         """The request's names, read once."""
@@ -88,6 +88,20 @@ class Observer:
         """Its blocks are reserved."""
         if self.enabled:
             self._collect(_make_pinned, checkpoint)
+
+    def rolled(self, checkpoint: Checkpoint, former: Checkpoint | None) -> None:
+        """As :meth:`pinned`, of a rolling copy that takes the place of ``former``."""
+        if not self.enabled:
+            return
+        unix_ns, now_ns = time_ns(), monotonic_ns()
+        if former is not None:
+            seen = self._seen.get(former.owner.request_id)
+            if seen:
+                seen.num_superseded += 1
+            self.collected.append(
+                partial(_make_discarded, unix_ns, now_ns, former, "superseded")
+            )
+        self.collected.append(partial(_make_pinned, unix_ns, now_ns, checkpoint))
 
     def promoted(self, checkpoint: Checkpoint, former: Checkpoint | None) -> None:
         """Its state is materialized; ``former`` is the one it replaces."""

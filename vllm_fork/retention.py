@@ -24,7 +24,6 @@ one promoted checkpoint. Nothing here is thread-safe: the scheduler's thread own
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -43,15 +42,13 @@ from vllm_fork.checkpoint import Checkpoint
 from vllm_fork.exact_tail import TailIndex
 from vllm_fork.observer import Observer
 from vllm_fork.rolling_copy import RollingCopies
+from vllm_fork.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
-
-NEVER: Final = sys.maxsize
-"""A boundary that no request reaches."""
 
 ENDING: Final = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -111,6 +108,8 @@ class RetentionController:
         max_scheduled_tokens: tokens that one step can run at most.
         observer: told of each stage.
         index: told of each publication.
+        watch: where the requests to be reached are noted, and that there is work
+            before the next step.
         tails: where exact tails are entered; None: none are kept.
         copy_interval: tokens between rolling copies, a multiple of the hash unit;
             0: none are made.
@@ -124,6 +123,7 @@ class RetentionController:
         max_scheduled_tokens: int,
         observer: Observer,
         index: CacheIndex,
+        watch: StepWatch,
         tails: TailIndex | None = None,
         copy_interval: int = 0,
     ) -> None:
@@ -154,12 +154,7 @@ class RetentionController:
                 self._pool, self._mamba, copy_interval, self._ids, observer
             )
 
-        self.watched: dict[str, tuple[Request, int]] = {}
-        """Every running request, and the ``num_computed_tokens`` at which :meth:`reach`
-        wants to see it."""
-        self.has_work = False
-        """Whether :meth:`accept_outputs`, or the making of copies, may have anything to
-        do with the next step."""
+        self._watch = watch
         self._pending: dict[str, Checkpoint] = {}
         self._promoted: dict[str, Checkpoint] = {}
         # Exact tails and copies, between ``finish`` and ``release``.
@@ -184,46 +179,54 @@ class RetentionController:
     # -- scheduling --------------------------------------------------------------
 
     def watch(self, request: Request) -> None:
-        """``request`` runs from the step just scheduled on; may be called again."""
-        self.watched.setdefault(request.request_id, (request, 0))
+        """``request`` was admitted; may be called again."""
+        if request.request_id not in self._watch:
+            self._watch.await_tokens(request, 0)
 
     def reach(self, request: Request) -> None:
         """Pin what the step just scheduled will complete for ``request``.
 
-        Call after ``schedule``, for each scheduled request whose
-        ``num_computed_tokens``, which counts the step, is where it was watched for.
+        Call after ``schedule``, for each request that has what it was watched for.
+        ``num_computed_tokens`` counts the step.
         """
+        if request.status != RequestStatus.RUNNING:
+            # Its blocks are being loaded.
+            self._watch.await_tokens(request, 0)
+            return
         request_id = request.request_id
         if request.resumable or request.pooling_params is not None:
             # The next input of a streaming session may rewrite the last token.
-            self.watched[request_id] = request, NEVER
+            self._watch.await_tokens(request, None)
             return
         if self._speculative:
-            _, due = self.watched[request_id]
+            due = self._watch.boundary(request_id)
             if not due:
                 due = self._first_boundary(request)
                 self._first_output_at[request_id] = request.num_tokens
             self._crossing[request_id] = due
-            self.has_work = True
-            self.watched[request_id] = request, NEVER
+            self._watch.is_due = True
+            self._watch.await_tokens(request, None)
             return
         computed = request.num_computed_tokens
-        boundary = computed // self.block_size * self.block_size
-        first = self._first_boundary(request)
-        self.watched[request_id] = request, self._next_of_interest(request, first)
-        # A step that ends elsewhere leaves no state *at* the boundary: this skips
+        # The next block's end, or copy's turn: both behind the prompt.
+        is_behind_prompt = computed >= request.num_prompt_tokens
+        past = computed if is_behind_prompt else request.num_prompt_tokens - 1
+        due = past - past % self.block_size + self.block_size
+        if (copies := self.copies) is not None:
+            copy = past - past % copies.interval + copies.interval
+            due = copy if copy < due else due
+        self._watch.await_tokens(request, due)
+        if not is_behind_prompt:
+            return
+        # A step that ends elsewhere leaves no state *at* a boundary: this skips
         # a prefill that runs over it (and what such a prefill exports beside it).
-        if boundary == computed and boundary >= first:
-            blocks = self._blocks_at(request_id, boundary)
+        if not computed % self.block_size:
+            blocks = self._blocks_at(request_id, computed)
             if blocks is not None:
-                self._pin(request, boundary, blocks)
-        elif (
-            self.copies is not None
-            and computed % self.copies.interval == 0
-            and computed >= request.num_prompt_tokens
-        ):
-            self.copies.mark_due(request_id, computed)
-            self.has_work = True
+                self._pin(request, computed, blocks)
+        elif copies is not None and not computed % copies.interval:
+            copies.mark_due(request, computed)
+            self._watch.is_due = True
 
     def accept_outputs(self, requests: Mapping[str, Request]) -> None:
         """Promote the pins whose step's output was accepted.
@@ -232,7 +235,7 @@ class RetentionController:
         by :meth:`finish` already.
         """
         if (copies := self.copies) is not None:
-            copies.accept(requests, executed_tokens)
+            copies.accept()
         if self._pending:
             for request_id, checkpoint in list(self._pending.items()):
                 request = requests[request_id]
@@ -243,7 +246,7 @@ class RetentionController:
         if self._crossing:
             for request_id in list(self._crossing):
                 self._settle_crossing(requests[request_id])
-        self.has_work = bool(
+        self._watch.is_due = bool(
             self._pending or self._crossing or (copies and copies.any_open)
         )
 
@@ -258,7 +261,7 @@ class RetentionController:
                 request = requests.get(request_id)
                 if request and request.num_computed_tokens < checkpoint.boundary:
                     del held[request_id]
-                    self.watched[request_id] = request, 0
+                    self._watch.await_tokens(request, 0)
                     self._discard(checkpoint, "rewound")
         if self.copies is not None:
             self.copies.drop_beyond(
@@ -346,7 +349,7 @@ class RetentionController:
         for checkpoint in pinned:
             if not checkpoint.published_monotonic_ns:
                 self._observer.discarded(checkpoint, reason)
-        self.watched.clear()
+        self._watch.stop()
         self._crossing.clear()
         self._first_output_at.clear()
 
@@ -386,10 +389,11 @@ class RetentionController:
             for block in blocks
             if block.ref_cnt != holders[block.block_id]
         ]
-        held = {*self._pending, *self._promoted, *self.watched, *self._crossing}
+        held = {*self._pending, *self._promoted, *self._watch, *self._crossing}
         if self.copies is not None:
             held |= self.copies.requests()
         wrong += [f"request {i} is gone" for i in held - scheduler.requests.keys()]
+        wrong += [f"request {i} is watched too late" for i in self._watch.missed()]
         num_free = self._pool.get_num_free_blocks()
         num_used = sum(block.ref_cnt > 0 for block in blocks)
         if num_free + num_used != len(blocks):
@@ -406,16 +410,6 @@ class RetentionController:
 
     # -- one step down -----------------------------------------------------------------
 
-    def _next_of_interest(self, request: Request, first: int) -> int:
-        """The next position to be told of: a block's end, or a copy's turn."""
-        computed = request.num_computed_tokens
-        due = max((computed // self.block_size + 1) * self.block_size, first)
-        if self.copies is None:
-            return due
-        interval = self.copies.interval
-        copy = max(computed // interval + 1, -(-request.num_prompt_tokens // interval))
-        return min(due, copy * interval)
-
     def _settle_crossing(self, request: Request) -> None:
         """Speculative decoding: did the accepted tokens cross the boundary?"""
         request_id = request.request_id
@@ -427,9 +421,9 @@ class RetentionController:
         boundary = executed // self.block_size * self.block_size
         is_first = self._first_output_at.pop(request_id, None) is not None
         if boundary < due:
-            self.watched[request_id] = request, due
+            self._watch.await_tokens(request, due)
             return
-        self.watched[request_id] = request, boundary + self.block_size
+        self._watch.await_tokens(request, boundary + self.block_size)
         if is_first and self._exports_prefill_states and executed != boundary:
             return
         blocks = self._blocks_at(request_id, boundary)
@@ -469,7 +463,7 @@ class RetentionController:
         )
         self._pool.touch(blocks)
         self._pending[request.request_id] = checkpoint
-        self.has_work = True
+        self._watch.is_due = True
         self._observer.pinned(checkpoint)
 
     def _promote(self, request_id: str) -> None:
@@ -709,7 +703,7 @@ class RetentionController:
         self._pool.free_blocks(checkpoint.blocks)
 
     def _forget(self, request_id: str) -> None:
-        self.watched.pop(request_id, None)
+        self._watch.forget(request_id)
         self._crossing.pop(request_id, None)
         self._first_output_at.pop(request_id, None)
 

@@ -25,15 +25,14 @@ and whoever is due for one gives its spare back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.request import RequestStatus
 
 from vllm_fork import events
-from vllm_fork.checkpoint import Checkpoint, RequestIdentity
+from vllm_fork.checkpoint import Checkpoint
 from vllm_fork.observer import Observer
 
 if TYPE_CHECKING:
@@ -41,18 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import MambaManager
     from vllm.v1.request import Request
-
-
-@dataclass(slots=True)
-class _Spare:
-    """The spare blocks of one request, one a Mamba group, and what they hold.
-
-    ``watcher`` is told when the pool hands one of them out.
-    """
-
-    blocks: tuple[KVCacheBlock, ...]
-    watcher: Callable[[KVCacheBlock], None]
-    checkpoint: Checkpoint
 
 
 class RollingCopies:
@@ -79,34 +66,33 @@ class RollingCopies:
         self._mamba = mamba
         self._ids = ids
         self._observer = observer
-        self._spares: dict[str, _Spare] = {}
-        self._unpromoted: dict[str, _Spare] = {}
+        # By request; the spare blocks are those of the checkpoint.
+        self._newest: dict[str, Checkpoint] = {}
+        # Those of them whose state's step was not accepted yet.
+        self._unpromoted: dict[str, tuple[Request, Checkpoint]] = {}
         # The position a request's running blocks hold until its next step.
-        self._due: dict[str, int] = {}
+        self._due: dict[str, tuple[Request, int]] = {}
         # Requests that were preempted; those that are back go at the next look.
         self._displaced: dict[str, Request] = {}
         self._closed = False
         self._watcher_error: Exception | None = None
 
-    def mark_due(self, request_id: str, boundary: int) -> None:
+    def mark_due(self, request: Request, boundary: int) -> None:
         """The step just scheduled leaves the state at ``boundary`` in the running
         blocks; the next one has to copy it first."""
-        self._due[request_id] = boundary
+        self._due[request.request_id] = request, boundary
 
     @property
     def any_due(self) -> bool:
         """Whether :meth:`make` has anything to look at."""
         return bool(self._due)
 
-    def make(
-        self, requests: Mapping[str, Request], scheduled: Mapping[str, int]
-    ) -> list[KVCacheBlockCopy]:
+    def make(self, scheduled: Mapping[str, int]) -> list[KVCacheBlockCopy]:
         """The copies that the step just scheduled has to run first. A new spare may be
         handed on within the step: of two copies to one block the last is meant.
 
         Call after ``schedule``, with its ``num_scheduled_tokens``:
-        ``num_computed_tokens`` counts the step. ``requests`` are the scheduler's, by
-        id.
+        ``num_computed_tokens`` counts the step.
 
         Raises what a watcher met since, which must not escape into vLLM's pool.
         """
@@ -114,14 +100,14 @@ class RollingCopies:
             raise self._watcher_error
         copies: list[KVCacheBlockCopy] = []
         is_anyone_displaced = self._displaced and self._is_anyone_displaced()
-        for request_id in list(self._due):
-            if request_id in scheduled:
-                boundary = self._due.pop(request_id)
-                request = requests[request_id]
-                if is_anyone_displaced:
-                    self.drop(request_id, "memory_pressure")
-                elif request.num_computed_tokens - scheduled[request_id] == boundary:
-                    copies += self._copy(request, boundary)
+        for request_id, (request, boundary) in list(self._due.items()):
+            if request_id not in scheduled:
+                continue
+            del self._due[request_id]
+            if is_anyone_displaced:
+                self.drop(request_id, "memory_pressure")
+            elif request.num_computed_tokens - scheduled[request_id] == boundary:
+                self._copy(request, boundary, copies)
         return copies
 
     def note_preempted(self, request: Request) -> None:
@@ -133,27 +119,25 @@ class RollingCopies:
         """Whether :meth:`make` or :meth:`accept` has anything to look at."""
         return bool(self._due or self._unpromoted)
 
-    def accept(
-        self, requests: Mapping[str, Request], executed: Callable[[Request], int]
-    ) -> None:
-        """Promote the copies whose state's step was accepted.
-
-        ``executed`` tells a request's executed tokens.
-        """
-        for request_id, spare in list(self._unpromoted.items()):
-            if executed(requests[request_id]) >= spare.checkpoint.boundary:
-                self._promote(request_id, spare)
+    def accept(self) -> None:
+        """Promote the copies whose state's step was accepted."""
+        for request, checkpoint in list(self._unpromoted.values()):
+            # There are no drafts here: it keeps all that it executed.
+            executed = request.num_computed_tokens - request.num_in_flight_tokens
+            if executed >= checkpoint.boundary:
+                self._promote(checkpoint)
 
     def settle(self, request_id: str, materialized: int) -> None:
         """As :meth:`accept`, for one request with ``materialized`` tokens."""
-        spare = self._unpromoted.get(request_id)
-        if spare is not None and materialized >= spare.checkpoint.boundary:
-            self._promote(request_id, spare)
+        if request_id in self._unpromoted:
+            _, checkpoint = self._unpromoted[request_id]
+            if materialized >= checkpoint.boundary:
+                self._promote(checkpoint)
 
     def supersede(self, request_id: str, boundary: int) -> None:
         """A deeper checkpoint of the request was promoted."""
-        spare = self._spares.get(request_id)
-        if spare is not None and spare.checkpoint.boundary <= boundary:
+        newest = self._newest.get(request_id)
+        if newest is not None and newest.boundary <= boundary:
             self.drop(request_id, "superseded")
 
     def take_live(self, request: Request, materialized: int) -> Checkpoint | None:
@@ -162,7 +146,7 @@ class RollingCopies:
         None unless it ends right at a boundary, where no copy was queued yet. The
         caller releases one reference to each block.
         """
-        boundary = self._due.get(request.request_id)
+        _, boundary = self._due.get(request.request_id, (request, None))
         if boundary is None or request.num_computed_tokens != boundary:
             return None
         if boundary > materialized:
@@ -172,16 +156,16 @@ class RollingCopies:
             return None
         owner = self._observer.identity(request)
         self._pool.touch(blocks)
-        return self._checkpoint(owner, boundary, blocks)
+        return Checkpoint(next(self._ids), owner, boundary, events.COPY, blocks)
 
     def take(self, request_id: str) -> Checkpoint | None:
         """The newest accepted copy of a request, referenced; None if it has none.
 
         The caller releases one reference to each block.
         """
-        if request_id not in self._spares or request_id in self._unpromoted:
+        if request_id not in self._newest or request_id in self._unpromoted:
             return None
-        return self._take_out(request_id).checkpoint
+        return self._take_out(request_id)
 
     def drop(self, request_id: str, reason: str, unaccepted: str | None = None) -> None:
         """Discard what a request has, and give its spare back.
@@ -189,67 +173,65 @@ class RollingCopies:
         ``unaccepted``: the reason where its state's step was not accepted yet.
         """
         self._due.pop(request_id, None)
-        if request_id not in self._spares:
+        if request_id not in self._newest:
             return
         if unaccepted is not None and request_id in self._unpromoted:
             reason = unaccepted
-        spare = self._take_out(request_id)
-        self._pool.free_blocks(spare.blocks)
-        self._observer.discarded(spare.checkpoint, reason)
+        checkpoint = self._take_out(request_id)
+        self._pool.free_blocks(checkpoint.blocks)
+        self._observer.discarded(checkpoint, reason)
 
     def drop_beyond(self, computed: Callable[[str], int]) -> None:
         """Discard the copies beyond a request's ``computed`` tokens."""
-        for request_id, spare in list(self._spares.items()):
-            if computed(request_id) < spare.checkpoint.boundary:
+        for request_id, checkpoint in list(self._newest.items()):
+            if computed(request_id) < checkpoint.boundary:
                 self.drop(request_id, "rewound")
 
     def drop_all(self, reason: str) -> None:
         """Discard every copy, and make no more."""
         self._closed = True
         self._due.clear()
-        spares = [self._take_out(request_id) for request_id in list(self._spares)]
-        for spare in spares:
-            self._pool.free_blocks(spare.blocks)
-        for spare in spares:
-            self._observer.discarded(spare.checkpoint, reason)
+        taken = [self._take_out(request_id) for request_id in list(self._newest)]
+        for checkpoint in taken:
+            self._pool.free_blocks(checkpoint.blocks)
+        for checkpoint in taken:
+            self._observer.discarded(checkpoint, reason)
 
     def requests(self) -> set[str]:
         """Ids of the requests that have a copy, or are due for one."""
-        return {*self._spares, *self._due}
+        return {*self._newest, *self._due}
 
-    def _promote(self, request_id: str, spare: _Spare) -> None:
-        del self._unpromoted[request_id]
-        self._observer.promoted(spare.checkpoint, None)
+    def _promote(self, checkpoint: Checkpoint) -> None:
+        del self._unpromoted[checkpoint.owner.request_id]
+        self._observer.promoted(checkpoint, None)
 
-    def _copy(self, request: Request, boundary: int) -> Iterable[KVCacheBlockCopy]:
-        """Copies of the running blocks, one a Mamba group; none if there is no spare
-        and no block is free."""
+    def _copy(
+        self, request: Request, boundary: int, copies: list[KVCacheBlockCopy]
+    ) -> None:
+        """Append copies of the running blocks, one a Mamba group; none if there is no
+        spare and no block is free."""
         request_id = request.request_id
         sources = self._running_blocks(request_id, boundary)
         if sources is None:
-            return ()
-        spare = self._spares.get(request_id)
-        if spare is not None:
-            self._keep_longest(spare.blocks)
-            former = spare.checkpoint
-            self._observer.discarded(former, "superseded")
-            checkpoint = self._checkpoint(former.owner, boundary, spare.blocks)
-            spare.checkpoint = checkpoint
+            return
+        former = self._newest.get(request_id)
+        if former is not None:
+            owner, blocks = former.owner, former.blocks
+            self._keep_longest(blocks)
         else:
             owner = self._observer.identity(request)
-            blocks = self._take_free(len(sources))
-            if blocks is None:
-                return ()
-            checkpoint = self._checkpoint(owner, boundary, blocks)
-            spare = _Spare(blocks, self._watcher(request_id), checkpoint)
-            self._spares[request_id] = spare
-            self._pool.unpin_blocks(blocks, spare.watcher)
-        self._unpromoted[request_id] = spare
-        self._observer.pinned(checkpoint)
-        return [
-            KVCacheBlockCopy(source.block_id, copy.block_id)
-            for source, copy in zip(sources, spare.blocks, strict=True)
-        ]
+            free = self._take_free(len(sources))
+            if free is None:
+                return
+            blocks = free
+        checkpoint = Checkpoint(next(self._ids), owner, boundary, events.COPY, blocks)
+        self._newest[request_id] = checkpoint
+        self._unpromoted[request_id] = request, checkpoint
+        if former is None:
+            self._pool.unpin_blocks(blocks, self._watcher(request_id))
+        self._observer.rolled(checkpoint, former)
+        for source, spare in zip(sources, blocks, strict=True):
+            copies.append(KVCacheBlockCopy(source.block_id, spare.block_id))
 
     def _take_free(self, count: int) -> tuple[KVCacheBlock, ...] | None:
         """Free blocks, referenced; None if there are not so many."""
@@ -291,37 +273,32 @@ class RollingCopies:
             blocks.append(table[column])
         return tuple(blocks)
 
-    def _checkpoint(
-        self, owner: RequestIdentity, boundary: int, blocks: tuple[KVCacheBlock, ...]
-    ) -> Checkpoint:
-        return Checkpoint(next(self._ids), owner, boundary, events.COPY, blocks)
-
-    def _take_out(self, request_id: str) -> _Spare:
-        """Forget a spare; the caller holds one reference to each of its blocks."""
-        spare = self._spares.pop(request_id)
+    def _take_out(self, request_id: str) -> Checkpoint:
+        """Forget a copy; the caller holds one reference to each of its blocks."""
+        checkpoint = self._newest.pop(request_id)
         self._unpromoted.pop(request_id, None)
         watchers = self._pool._reuse_watchers
         # One that could not be parked is referenced still.
         self._pool.touch(
-            [block for block in spare.blocks if watchers.pop(block.block_id, None)]
+            [block for block in checkpoint.blocks if watchers.pop(block.block_id, None)]
         )
-        return spare
+        return checkpoint
 
     def _watcher(self, request_id: str) -> Callable[[KVCacheBlock], None]:
         def handed_out(block: KVCacheBlock) -> None:
             try:
                 self._lose(request_id, block)
             except Exception as error:
-                self._spares.pop(request_id, None)
+                self._newest.pop(request_id, None)
                 self._watcher_error = error
 
         return handed_out
 
     def _lose(self, request_id: str, block: KVCacheBlock) -> None:
         """The pool hands out ``block``: what the request's spare holds is gone."""
-        spare = self._spares.pop(request_id)
+        checkpoint = self._newest.pop(request_id)
         self._unpromoted.pop(request_id, None)
-        for other in spare.blocks:
+        for other in checkpoint.blocks:
             if other is not block:
                 self._pool._reuse_watchers.pop(other.block_id, None)
-        self._observer.discarded(spare.checkpoint, "memory_pressure")
+        self._observer.discarded(checkpoint, "memory_pressure")

@@ -8,7 +8,8 @@ a request's life:
 ================================  =================================================
 ``get_computed_blocks``           finds exact tails; remembers what an admission found
 ``_mamba_block_aligned_split``    lets a short follow-up run in one step
-``record_prefix_cache_stats``     the admission took place: ``PrefixReused``
+``record_prefix_cache_stats``     the admission took place: ``PrefixReused``, and the
+                                  request is watched from here on
 ``schedule``                      promotes what was accepted since; arms the relief of
                                   pins if memory may run short; then adds the rolling
                                   copies that are due, and pins what the step will
@@ -50,6 +51,7 @@ from vllm_fork.retention import (
     why_unsupported,
 )
 from vllm_fork.short_follow_up import ShortFollowUps
+from vllm_fork.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -77,6 +79,8 @@ class CheckpointSchedulerMixin(_Base):
 
     # Bound by ``with_checkpoints``.
     _stock_schedule: Callable[[bool], SchedulerOutput]
+    # Set by ``_attach``.
+    _watch: StepWatch
 
     # Until ``_attach`` has run, and in a scheduler that never ran ``__init__``.
     observer = Observer(None, "disabled")
@@ -106,6 +110,11 @@ class CheckpointSchedulerMixin(_Base):
             reason,
             settings.events.hash_session_ids,
         )
+        self._watch = StepWatch(
+            manager.block_pool.free_block_queue,
+            self.observer.collected,
+            1 + self.num_spec_tokens,
+        )
         mamba = mamba_align_managers(manager)
         self.cache_index = CacheIndex(
             manager.block_pool,
@@ -134,21 +143,22 @@ class CheckpointSchedulerMixin(_Base):
                 self.max_num_scheduled_tokens,
                 self.observer,
                 self.cache_index,
+                self._watch,
                 self.tails,
                 self._copy_interval(settings),
             )
             for request in self.running:
                 self.retention.watch(request)
             self._repairs_copies = True
-            self._free_block_queue = manager.block_pool.free_block_queue
-            self._ample_blocks = self.retention.ample_blocks(self.max_num_running_reqs)
+            self._watch.ample_blocks = self.retention.ample_blocks(
+                self.max_num_running_reqs
+            )
             if self.mamba_has_prefill_checkpoint_blocks:
                 self._end_chunks_with_blocks()
         self._found: tuple[str, CachedState | None] = ("", None)
         self._stock_allocate_slots = manager.allocate_slots
         self._follow_lookups()
-        if self.observer.enabled:
-            self._observe_admissions()
+        self._follow_admissions()
         self._announce(settings, reason, exact_tail, len(mamba))
 
     def _why_no_exact_tail(self, settings: Settings) -> str | None:
@@ -329,14 +339,20 @@ class CheckpointSchedulerMixin(_Base):
 
         setattr(self, split.__name__, mamba_block_aligned_split)
 
-    def _observe_admissions(self) -> None:
-        """Follow ``record_prefix_cache_stats``: called once an admission."""
+    def _follow_admissions(self) -> None:
+        """Follow ``record_prefix_cache_stats``: called once an admission.
+
+        With a KV connector the request may have to wait for its blocks still.
+        """
         manager = self.kv_cache_manager
         record = manager.record_prefix_cache_stats
 
         def record_prefix_cache_stats(request: Request, num_hits: int) -> None:
             record(request, num_hits)
-            self._run("an admission", self._note_admitted, request, num_hits)
+            if self.retention is not None:
+                self.retention.watch(request)
+            if self.observer.enabled:
+                self._run("an admission", self._note_admitted, request, num_hits)
 
         manager.record_prefix_cache_stats = record_prefix_cache_stats  # type: ignore[method-assign]
 
@@ -394,57 +410,54 @@ class CheckpointSchedulerMixin(_Base):
 
     # -- a step --------------------------------------------------------------------
 
-    # The one hook that runs in every step: at one running request a step takes some
-    # 70 us. So it is written out, not passed to ``_run``, and calls what
-    # ``with_checkpoints`` bound: ``super()`` looks it up anew each time.
+    # The one hook that runs in every step; see ``step_watch``. So it is written out,
+    # not passed to ``_run``, and calls what ``with_checkpoints`` bound: ``super()``
+    # looks it up anew each time.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        has_work = False
-        if (retention := self.retention) is not None:
-            try:
-                if has_work := retention.has_work:
-                    retention.accept_outputs(self.requests)
-                if (
-                    self._free_block_queue.num_free_blocks < self._ample_blocks
-                    or self._relief_armed
-                ):
-                    self._arm_relief(retention.may_run_short(len(self.running)))
-            except Exception:
-                self._fail("a step")
+        watch = self._watch
+        if is_due := (
+            watch.is_due or watch.free_blocks.num_free_blocks < watch.ample_blocks
+        ):
+            self._run("a step", self._prepare_step)
         output = self._stock_schedule(throttle_prefills)
-        if has_work:
+        if is_due:
             self._run("a copy", self._add_copies, output)
         if output.kv_cache_block_copies is not None and self._repairs_copies:
             # See ``block_copy``.
             output.kv_cache_block_copies = resolve_chains(output.kv_cache_block_copies)
-        if (retention := self.retention) is not None:
-            try:
-                resumed = output.scheduled_cached_reqs.resumed_req_ids
-                if output.scheduled_new_reqs or resumed:
-                    self._watch_admitted(retention, output)
-                for request, boundary in retention.watched.values():
-                    if request.num_computed_tokens >= boundary:
-                        retention.reach(request)
-            except Exception:
-                self._fail("a scheduled step")
-        if self.observer.collected:
+        watch.num_steps = now = watch.num_steps + 1
+        if (
+            now in watch.alarms
+            # Written out: ``StepWatch.may_leap``.
+            or output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
+            >= watch.decode_tokens
+        ):
+            self._run("a scheduled step", self._reach, output)
+        if watch.events:
             self.observer.flush()
         return output
 
-    def _watch_admitted(
-        self, retention: RetentionController, output: SchedulerOutput
-    ) -> None:
-        for new in output.scheduled_new_reqs:
-            retention.watch(self.requests[new.req_id])
-        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
-            retention.watch(self.requests[request_id])
+    def _prepare_step(self) -> None:
+        retention, watch = self.retention, self._watch
+        if retention is None:
+            return
+        retention.accept_outputs(self.requests)
+        if self._relief_armed or watch.free_blocks.num_free_blocks < watch.ample_blocks:
+            self._arm_relief(retention.may_run_short(len(self.running)))
+            watch.is_due = watch.is_due or self._relief_armed
+
+    def _reach(self, output: SchedulerOutput) -> None:
+        if self.retention is not None:
+            for request in self._watch.arrived(output):
+                self.retention.reach(request)
 
     def _add_copies(self, output: SchedulerOutput) -> None:
         """Let the step just scheduled make the rolling copies that are due, first."""
         copies = self.retention.copies if self.retention is not None else None
         if copies is None or not copies.any_due:
             return
-        made = copies.make(self.requests, output.num_scheduled_tokens)
+        made = copies.make(output.num_scheduled_tokens)
         if made:
             others = output.kv_cache_block_copies or []
             output.kv_cache_block_copies = others + made
@@ -577,6 +590,7 @@ class CheckpointSchedulerMixin(_Base):
                 where,
             )
         retention, self.retention = self.retention, None
+        self._watch.stop()
         self.tails = None
         self._follow_ups = None
         self._arm_relief(False)

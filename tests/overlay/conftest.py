@@ -40,7 +40,6 @@ class CpuEngine:
         observer = self.scheduler.observer
         observer.enabled = True
         observer._publish = lambda queued: self.events.extend(map(made, queued))
-        self.scheduler._observe_admissions()
 
     @property
     def num_leaked_blocks(self) -> int:

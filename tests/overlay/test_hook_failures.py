@@ -69,7 +69,6 @@ def engine(request, monkeypatch):
     observer = engine.scheduler.observer
     observer.enabled = True
     observer._publish = lambda queued: engine.told.extend(map(made, queued))
-    engine.scheduler._observe_admissions()
     return engine
 
 
