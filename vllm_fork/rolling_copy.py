@@ -82,11 +82,6 @@ class RollingCopies:
         blocks; the next one has to copy it first."""
         self._due[request.request_id] = request, boundary
 
-    @property
-    def any_due(self) -> bool:
-        """Whether :meth:`make` has anything to look at."""
-        return bool(self._due)
-
     def make(self, scheduled: Mapping[str, int]) -> list[KVCacheBlockCopy]:
         """The copies that the step just scheduled has to run first. A new spare may be
         handed on within the step: of two copies to one block the last is meant.

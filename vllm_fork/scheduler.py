@@ -416,24 +416,28 @@ class CheckpointSchedulerMixin(_Base):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         watch = self._watch
-        if is_due := (
-            watch.is_due or watch.free_blocks.num_free_blocks < watch.ample_blocks
-        ):
-            self._run("a step", self._prepare_step)
-        output = self._stock_schedule(throttle_prefills)
+        is_due = watch.is_due or watch.free_blocks.num_free_blocks < watch.ample_blocks
         if is_due:
-            self._run("a copy", self._add_copies, output)
+            try:
+                self._prepare_step()
+            except Exception:
+                self._fail("a step")
+        output = self._stock_schedule(throttle_prefills)
+        watch.num_steps = now = watch.num_steps + 1
+        try:
+            if is_due:
+                self._add_copies(output)
+            # The second half is ``StepWatch.may_leap``, written out.
+            if now in watch.alarms or (
+                output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
+                >= watch.decode_tokens
+            ):
+                self._reach(output)
+        except Exception:
+            self._fail("a scheduled step")
         if output.kv_cache_block_copies is not None and self._repairs_copies:
             # See ``block_copy``.
             output.kv_cache_block_copies = resolve_chains(output.kv_cache_block_copies)
-        watch.num_steps = now = watch.num_steps + 1
-        if (
-            now in watch.alarms
-            # Written out: ``StepWatch.may_leap``.
-            or output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
-            >= watch.decode_tokens
-        ):
-            self._run("a scheduled step", self._reach, output)
         if watch.events:
             self.observer.flush()
         return output
@@ -454,10 +458,9 @@ class CheckpointSchedulerMixin(_Base):
 
     def _add_copies(self, output: SchedulerOutput) -> None:
         """Let the step just scheduled make the rolling copies that are due, first."""
-        copies = self.retention.copies if self.retention is not None else None
-        if copies is None or not copies.any_due:
+        if self.retention is None or self.retention.copies is None:
             return
-        made = copies.make(output.num_scheduled_tokens)
+        made = self.retention.copies.make(output.num_scheduled_tokens)
         if made:
             others = output.kv_cache_block_copies or []
             output.kv_cache_block_copies = others + made

@@ -78,8 +78,7 @@ class StepWatch:
         """Tell of ``request`` after the step that gives it ``boundary`` computed
         tokens, of the next one if it has them; None: never."""
         request_id = request.request_id
-        if request_id in self._watched:
-            self.forget(request_id)
+        self._silence(request_id)
         alarm = 0
         if boundary is not None:
             alarm = self.num_steps + self._fewest_steps(request, boundary)
@@ -91,14 +90,8 @@ class StepWatch:
 
     def forget(self, request_id: str) -> None:
         """Look at a request no more."""
-        if request_id not in self._watched:
-            return
-        _, _, alarm = self._watched.pop(request_id)
-        if alarm in self.alarms:
-            others = self.alarms[alarm]
-            others.pop(request_id, None)
-            if not others:
-                del self.alarms[alarm]
+        self._silence(request_id)
+        self._watched.pop(request_id, None)
 
     def arrived(self, step: SchedulerOutput) -> list[Request]:
         """The requests that now have the tokens they are watched for: give each another
@@ -150,6 +143,13 @@ class StepWatch:
         self.alarms.clear()
         self.is_due = False
         self.ample_blocks = 0
+
+    def _silence(self, request_id: str) -> None:
+        watched = self._watched.get(request_id)
+        if watched is not None and (others := self.alarms.get(watched[2])):
+            others.pop(request_id, None)
+            if not others:
+                del self.alarms[watched[2]]
 
     def _fewest_steps(self, request: Request, boundary: int) -> int:
         distance = boundary - request.num_computed_tokens

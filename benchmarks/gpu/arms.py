@@ -104,6 +104,7 @@ _OURS = (
     "publisher",
     "_follow_ups",
     "_repairs_copies",
+    "_watch",
 )
 """What the overlay keeps on a scheduler; the next arm must not find it."""
 

@@ -134,7 +134,7 @@ def _whole(engine: Any, running: int, arm: str, tokens: int) -> dict[str, Any]:
     def sample() -> None:
         retention = getattr(scheduler, "retention", None)
         if retention is not None and next(steps) % SAMPLE_EVERY == 0:
-            held = [b for c in retention._pinned() for b in c.blocks]
+            held = [b for c in retention._held() for b in c.blocks]
             pinned.append(len(held))
             extra.append(sum(block.ref_cnt == 1 for block in held))
 
