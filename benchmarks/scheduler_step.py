@@ -8,22 +8,24 @@ boundaries alone), ``exact_tail`` and ``copy64``, each without events and, as
 spread over a block, so that block boundaries and copies spread over the steps.
 
 Engines that are all the same differ by up to 3% from one start to the next, by where
-their objects lie in memory. So each engine is compared with itself: it takes turns by
-our ``schedule`` and by vLLM's own, which ours calls. (Nothing else of ours runs in a
-step in which requests decode. The class stays: after each change of it Python would
-look everything up anew for some fifty steps.) Each round visits the engines in a new
-order, so that all meet the same machine. A visit takes four turns: one of the two,
-twice the other, the first again, so that what drifts falls on both alike; they are
-short, since the machine changes its pace within tens of milliseconds. The first steps
-of a turn do not count: ours catches up there, and wakes the publisher for it. A ratio
-is that of the median steps of a visit's two kinds of turn; its median over all rounds
-is told. Time is the CPU time of the stepping thread, which other work on the machine
-stretches less; ``--clock wall`` shows waits as well::
+their objects lie in memory, and one engine by as much within half a second. So each
+engine is compared with itself, step by step: of four steps one is taken by our
+``schedule``, two by vLLM's own, which ours calls, and one by ours again, or the other
+way round; what drifts falls on both alike. What ours would have done in a step by
+vLLM's own is done behind it, outside the time, so that a step by ours finds as much to
+do as if all were. (Nothing else of ours runs in a step in which requests decode. The
+class stays: after each change of it Python would look everything up anew for some fifty
+steps.) What the publisher's thread does to a step beside it falls on both alike, too:
+that is measured by ``engine_stall.py``.
+
+Each round visits the engines in a new order. A ratio is that of the two by ours to the
+two by vLLM's; the median of all is told. Time is the CPU time of the stepping thread,
+which other work on the machine stretches less; ``--clock wall`` shows waits as well::
 
     python benchmarks/scheduler_step.py --json
 
 prints ``{"ratio": {"<arm>@<running>": …}, "aa_spread": …, "extra_us_per_request_step":
-{…}}``. ``stock`` takes all turns by vLLM's own; ``aa_spread`` is the largest distance
+{…}}``. ``stock`` takes all steps by vLLM's own; ``aa_spread`` is the largest distance
 of its ratios from 1.
 """
 
@@ -58,17 +60,20 @@ from vllm_fork.scheduler import CheckpointSchedulerMixin, with_checkpoints
 BLOCK: Final = 1056
 HASH_UNIT: Final = 16
 SAMPLED_TOKEN: Final = 11
-TURN_S: Final = 0.012
-"""Seconds that the steps of a turn take at least, and ``MIN_STEPS`` of them."""
-MIN_STEPS: Final = 3
+VISIT_S: Final = 0.1
+"""Seconds that the steps of a visit to an engine take at least."""
+MIN_FOURS: Final = 2
+"""Fours of such steps at least."""
 SKIPPED_S: Final = 0.008
-"""Seconds of the steps before them that do not count; more than Python leaves the lock
-to one thread (0.005)."""
+"""Seconds of the steps before them that do not count."""
 MODES: Final[dict[str, dict[str, Any]]] = {
     "retention": {"exact_tail": False},
     "exact_tail": {"exact_tail": True},
     "copy64": {"exact_tail": True, "copy_interval": 64},
 }
+
+
+Pairs = list[tuple[float, float]]
 
 
 class Arm:
@@ -141,24 +146,28 @@ class Arm:
         """Seconds that one step takes the engine's thread."""
         clock = self._clock
         begin = clock()
-        output = self._schedule()
-        scheduled = clock() - begin
-        if self._schedule is not self._ours:
-            self._count(output)
+        scheduled = output = self._schedule()
+        taken = clock() - begin
         if self._is_async:
             output, self._in_flight = self._in_flight, output
-        if output is None:
-            return scheduled
-        result = self._run(output)
-        begin = clock()
-        self.scheduler.update_from_output(output, result)
-        return scheduled + clock() - begin
+        if output is not None:
+            result = self._run(output)
+            begin = clock()
+            self.scheduler.update_from_output(output, result)
+            taken += clock() - begin
+        if self._schedule is not self._ours:
+            self._make_up(scheduled)
+        return taken
 
-    def _count(self, output: SchedulerOutput) -> None:
-        """Tell our ``schedule`` of a step that went past it."""
-        if isinstance(self.scheduler, CheckpointSchedulerMixin):
-            self.scheduler._watch.num_steps += 1
-            self.scheduler._reach(output)
+    def _make_up(self, output: SchedulerOutput) -> None:
+        """Do what our ``schedule`` would have done in a step that went past it."""
+        if not isinstance(self.scheduler, CheckpointSchedulerMixin):
+            return
+        self.scheduler._watch.num_steps += 1
+        self.scheduler._reach(output)
+        if self.scheduler._watch.is_due:
+            self.scheduler._prepare_step()
+        self.scheduler.observer.flush()
 
     def keep(self, num_running: int) -> None:
         """Abort all but ``num_running`` requests, spread over the block as before."""
@@ -175,25 +184,23 @@ class Arm:
         """Go on by our ``schedule``, or by vLLM's own."""
         self._schedule = self._ours if on else self._own
 
-    def turn(self, num_steps: int) -> list[float]:
-        """The step times (s) of a turn."""
-        times = [self.step() for _ in range(num_steps)]
-        assert len(self.scheduler.running) == self.num_running, "some have ended"
-        return times
-
-    def visit(
-        self, order: tuple[bool, ...], num_skipped: int, num_steps: int
-    ) -> tuple[float, float]:
-        """The median step times (s) by our ``schedule`` and by vLLM's own, which take
-        turns in ``order`` (True: ours)."""
-        self.keep_within((num_skipped + num_steps) * len(order))
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for on in order:
-            self.switch(on)
-            self.turn(num_skipped)
-            times[on] += self.turn(num_steps)
+    def visit(self, num_skipped: int, num_fours: int, draw: random.Random) -> Pairs:
+        """The mean step times (s) by our ``schedule`` and by vLLM's own, of each four
+        steps."""
+        self.keep_within(num_skipped + 4 * num_fours)
+        for _ in range(num_skipped):
+            self.step()
+        pairs = []
+        for _ in range(num_fours):
+            first = draw.random() < 0.5
+            times = {True: 0.0, False: 0.0}
+            for on in (first, not first, not first, first):
+                self.switch(on)
+                times[on] += self.step() / 2
+            pairs.append((times[True], times[False]))
         self.switch(True)
-        return statistics.median(times[True]), statistics.median(times[False])
+        assert len(self.scheduler.running) == self.num_running, "some have ended"
+        return pairs
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -232,28 +239,26 @@ def arm_settings() -> dict[str, dict[str, Any] | None]:
 
 def measure(
     arms: dict[str, Arm], num_rounds: int, deadline: float, seed: int
-) -> dict[str, list[tuple[float, float]]]:
-    """The median step times (s) of each arm's visits, as it is and as stock, one pair a
-    round; fewer rounds if time is short."""
+) -> dict[str, Pairs]:
+    """Step times (s) of each arm, as it is and as stock; fewer rounds if time is
+    short."""
     for arm in arms.values():
-        warm_up = arm.turn(MIN_STEPS)
+        warm_up = [arm.step() for _ in range(5)]
     step_s = statistics.median(warm_up)
-    num_steps = max(MIN_STEPS, math.ceil(TURN_S / step_s))
+    num_fours = max(MIN_FOURS, math.ceil(VISIT_S / step_s / 4))
     num_skipped = math.ceil(SKIPPED_S / step_s)
     # As vLLM's engine core does once it has started.
     gc.collect()
     gc.freeze()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+    pairs: dict[str, Pairs] = {name: [] for name in arms}
     draw = random.Random(seed)
     for _ in range(num_rounds):
         for name in draw.sample(list(arms), len(arms)):
-            on = draw.random() < 0.5
-            order = (on, not on, not on, on)
-            times[name].append(arms[name].visit(order, num_skipped, num_steps))
+            pairs[name] += arms[name].visit(num_skipped, num_fours, draw)
         if time.monotonic() > deadline:
             break
     gc.unfreeze()
-    return times
+    return pairs
 
 
 def main() -> None:
@@ -286,16 +291,16 @@ def main() -> None:
         for arm in arms.values():
             arm.keep(num_running)
         now = time.monotonic()
-        # A step of more requests takes longer, one of few is noisier.
-        weights = [16 + math.sqrt(n) for n in todo[i:]]
+        # A step of more requests takes longer.
+        weights = [4 + math.sqrt(n) for n in todo[i:]]
         share = (deadline - now) * weights[0] / sum(weights)
         times = measure(arms, args.rounds, now + share, args.seed)
         stock_us = 1e6 * statistics.median(
             off for pairs in times.values() for _, off in pairs
         )
         print(
-            f"{num_running} running: the median stock step of {len(times['stock'])} "
-            f"rounds takes {stock_us:.0f} µs",
+            f"{num_running} running: the median stock step takes {stock_us:.0f} µs; "
+            f"{4 * len(times['stock'])} steps an arm",
             file=sys.stderr,
         )
         for name in arm_settings():

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -46,7 +46,7 @@ from vllm_fork.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
@@ -183,21 +183,24 @@ class RetentionController:
         if request.request_id not in self._watch:
             self._watch.await_tokens(request, 0)
 
-    def reach(self, request: Request) -> None:
-        """Pin what the step just scheduled will complete for ``request``.
+    def reach(
+        self, request: Request, num_scheduled_tokens: int
+    ) -> Sequence[KVCacheBlockCopy]:
+        """Pin what the step just scheduled will complete for ``request``; return the
+        copies that the step has to make first.
 
         Call after ``schedule``, for each request that has what it was watched for.
-        ``num_computed_tokens`` counts the step.
+        ``num_computed_tokens`` counts the step, which runs ``num_scheduled_tokens``.
         """
         if request.status != RequestStatus.RUNNING:
             # Its blocks are being loaded.
             self._watch.await_tokens(request, 0)
-            return
+            return ()
         request_id = request.request_id
         if request.resumable or request.pooling_params is not None:
             # The next input of a streaming session may rewrite the last token.
             self._watch.await_tokens(request, None)
-            return
+            return ()
         if self._speculative:
             due = self._watch.boundary(request_id)
             if not due:
@@ -206,27 +209,27 @@ class RetentionController:
             self._crossing[request_id] = due
             self._watch.is_due = True
             self._watch.await_tokens(request, None)
-            return
-        computed = request.num_computed_tokens
+            return ()
+        computed, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
         # The next block's end, or copy's turn: both behind the prompt.
-        is_behind_prompt = computed >= request.num_prompt_tokens
-        past = computed if is_behind_prompt else request.num_prompt_tokens - 1
+        past = computed if computed >= num_prompt else num_prompt - 1
         due = past - past % self.block_size + self.block_size
+        made: Sequence[KVCacheBlockCopy] = ()
         if (copies := self.copies) is not None:
-            copy = past - past % copies.interval + copies.interval
-            due = copy if copy < due else due
+            awaited = self._watch.boundary(request_id)
+            boundary = computed - num_scheduled_tokens
+            if boundary + 1 == awaited and copies.is_due_at(boundary, self.block_size):
+                made = copies.copy(request, boundary)
+                self._watch.is_due = True
+            due = min(due, copies.next_due(max(computed, num_prompt)) + 1)
         self._watch.await_tokens(request, due)
-        if not is_behind_prompt:
-            return
         # A step that ends elsewhere leaves no state *at* a boundary: this skips
         # a prefill that runs over it (and what such a prefill exports beside it).
-        if not computed % self.block_size:
+        if past == computed and not computed % self.block_size:
             blocks = self._blocks_at(request_id, computed)
             if blocks is not None:
                 self._pin(request, computed, blocks)
-        elif copies is not None and not computed % copies.interval:
-            copies.mark_due(request, computed)
-            self._watch.is_due = True
+        return made
 
     def accept_outputs(self, requests: Mapping[str, Request]) -> None:
         """Promote the pins whose step's output was accepted.
@@ -247,7 +250,7 @@ class RetentionController:
             for request_id in list(self._crossing):
                 self._settle_crossing(requests[request_id])
         self._watch.is_due = bool(
-            self._pending or self._crossing or (copies and copies.any_open)
+            self._pending or self._crossing or (copies and copies.any_unaccepted)
         )
 
     def drop_rewound(self, requests: Mapping[str, Request]) -> None:
@@ -559,6 +562,19 @@ class RetentionController:
         self._index.publish(checkpoint)
         self._observer.published(checkpoint, finish_reason, None)
 
+    def _is_at_a_copy(self, request: Request) -> bool:
+        """Whether the running blocks of an ending request hold what its next step would
+        have copied."""
+        assert self.copies is not None
+        boundary = request.num_computed_tokens
+        if request.resumable or request.pooling_params is not None:
+            return False
+        if not request.num_prompt_tokens <= boundary:
+            return False
+        if boundary > self._materialized_tokens(request):
+            return False
+        return self.copies.is_due_at(boundary, self.block_size)
+
     def _publish_copy(self, request: Request, finish_reason: str | None) -> None:
         """Enter the newest rolling copy, which lies on the hash grid, into the cache.
 
@@ -566,7 +582,9 @@ class RetentionController:
         (the prompt's tail), since it is append-only: they are kept.
         """
         assert self.copies is not None
-        checkpoint = self.copies.take_live(request, self._materialized_tokens(request))
+        checkpoint = None
+        if self._is_at_a_copy(request):
+            checkpoint = self.copies.take_live(request, request.num_computed_tokens)
         if checkpoint is not None:
             self._hold(request, checkpoint)
             self._observer.pinned(checkpoint)

@@ -25,7 +25,7 @@ and whoever is due for one gives its spare back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
@@ -70,49 +70,68 @@ class RollingCopies:
         self._newest: dict[str, Checkpoint] = {}
         # Those of them whose state's step was not accepted yet.
         self._unpromoted: dict[str, tuple[Request, Checkpoint]] = {}
-        # The position a request's running blocks hold until its next step.
-        self._due: dict[str, tuple[Request, int]] = {}
         # Requests that were preempted; those that are back go at the next look.
         self._displaced: dict[str, Request] = {}
         self._closed = False
         self._watcher_error: Exception | None = None
 
-    def mark_due(self, request: Request, boundary: int) -> None:
-        """The step just scheduled leaves the state at ``boundary`` in the running
-        blocks; the next one has to copy it first."""
-        self._due[request.request_id] = request, boundary
+    def next_due(self, computed: int) -> int:
+        """The first position at or behind ``computed`` whose state is to be copied."""
+        return -(-computed // self.interval) * self.interval
 
-    def make(self, scheduled: Mapping[str, int]) -> list[KVCacheBlockCopy]:
-        """The copies that the step just scheduled has to run first. A new spare may be
-        handed on within the step: of two copies to one block the last is meant.
+    def is_due_at(self, boundary: int, block_size: int) -> bool:
+        """Whether the state there is copied: at the end of a block, another checkpoint
+        keeps it."""
+        return boundary % self.interval == 0 and boundary % block_size != 0
 
-        Call after ``schedule``, with its ``num_scheduled_tokens``:
-        ``num_computed_tokens`` counts the step.
+    def copy(self, request: Request, boundary: int) -> Sequence[KVCacheBlockCopy]:
+        """The copies, one a Mamba group, that the step just scheduled has to run first,
+        since it overwrites the state at ``boundary``. Call after ``schedule``.
+
+        None while a preempted request waits, or if there is no spare and no block is
+        free. A new spare may be handed on within the step: of two copies to one block
+        the last is meant.
 
         Raises what a watcher met since, which must not escape into vLLM's pool.
         """
         if self._watcher_error is not None:
             raise self._watcher_error
-        copies: list[KVCacheBlockCopy] = []
-        is_anyone_displaced = self._displaced and self._is_anyone_displaced()
-        for request_id, (request, boundary) in list(self._due.items()):
-            if request_id not in scheduled:
-                continue
-            del self._due[request_id]
-            if is_anyone_displaced:
-                self.drop(request_id, "memory_pressure")
-            elif request.num_computed_tokens - scheduled[request_id] == boundary:
-                self._copy(request, boundary, copies)
-        return copies
+        request_id = request.request_id
+        if self._displaced and self._is_anyone_displaced():
+            self.drop(request_id, "memory_pressure")
+            return ()
+        sources = self._running_blocks(request_id, boundary)
+        if sources is None:
+            return ()
+        former = self._newest.get(request_id)
+        if former is not None:
+            owner, blocks = former.owner, former.blocks
+            self._keep_longest(blocks)
+        else:
+            owner = self._observer.identity(request)
+            free = self._take_free(len(sources))
+            if free is None:
+                return ()
+            blocks = free
+        checkpoint = Checkpoint(next(self._ids), owner, boundary, events.COPY, blocks)
+        self._newest[request_id] = checkpoint
+        self._unpromoted[request_id] = request, checkpoint
+        if former is None:
+            self._pool.unpin_blocks(blocks, self._watcher(request_id))
+        self._observer.rolled(checkpoint, former)
+        return [
+            KVCacheBlockCopy(source.block_id, spare.block_id)
+            for source, spare in zip(sources, blocks, strict=True)
+        ]
 
     def note_preempted(self, request: Request) -> None:
         """``request`` gives its blocks to others: see the module."""
         self._displaced[request.request_id] = request
 
     @property
-    def any_open(self) -> bool:
-        """Whether :meth:`make` or :meth:`accept` has anything to look at."""
-        return bool(self._due or self._unpromoted)
+    def any_unaccepted(self) -> bool:
+        """Whether :meth:`accept` has anything to look at."""
+        return bool(self._unpromoted)
 
     def accept(self) -> None:
         """Promote the copies whose state's step was accepted."""
@@ -135,17 +154,12 @@ class RollingCopies:
         if newest is not None and newest.boundary <= boundary:
             self.drop(request_id, "superseded")
 
-    def take_live(self, request: Request, materialized: int) -> Checkpoint | None:
-        """A checkpoint of the running blocks of an ending request, referenced.
+    def take_live(self, request: Request, boundary: int) -> Checkpoint | None:
+        """A checkpoint of the running blocks of an ending request, which hold the state
+        at ``boundary``, referenced; None if one is missing.
 
-        None unless it ends right at a boundary, where no copy was queued yet. The
-        caller releases one reference to each block.
+        The caller releases one reference to each block.
         """
-        _, boundary = self._due.get(request.request_id, (request, None))
-        if boundary is None or request.num_computed_tokens != boundary:
-            return None
-        if boundary > materialized:
-            return None
         blocks = self._running_blocks(request.request_id, boundary)
         if blocks is None:
             return None
@@ -167,7 +181,6 @@ class RollingCopies:
 
         ``unaccepted``: the reason where its state's step was not accepted yet.
         """
-        self._due.pop(request_id, None)
         if request_id not in self._newest:
             return
         if unaccepted is not None and request_id in self._unpromoted:
@@ -185,7 +198,6 @@ class RollingCopies:
     def drop_all(self, reason: str) -> None:
         """Discard every copy, and make no more."""
         self._closed = True
-        self._due.clear()
         taken = [self._take_out(request_id) for request_id in list(self._newest)]
         for checkpoint in taken:
             self._pool.free_blocks(checkpoint.blocks)
@@ -193,40 +205,12 @@ class RollingCopies:
             self._observer.discarded(checkpoint, reason)
 
     def requests(self) -> set[str]:
-        """Ids of the requests that have a copy, or are due for one."""
-        return {*self._newest, *self._due}
+        """Ids of the requests that have a copy."""
+        return set(self._newest)
 
     def _promote(self, checkpoint: Checkpoint) -> None:
         del self._unpromoted[checkpoint.owner.request_id]
         self._observer.promoted(checkpoint, None)
-
-    def _copy(
-        self, request: Request, boundary: int, copies: list[KVCacheBlockCopy]
-    ) -> None:
-        """Append copies of the running blocks, one a Mamba group; none if there is no
-        spare and no block is free."""
-        request_id = request.request_id
-        sources = self._running_blocks(request_id, boundary)
-        if sources is None:
-            return
-        former = self._newest.get(request_id)
-        if former is not None:
-            owner, blocks = former.owner, former.blocks
-            self._keep_longest(blocks)
-        else:
-            owner = self._observer.identity(request)
-            free = self._take_free(len(sources))
-            if free is None:
-                return
-            blocks = free
-        checkpoint = Checkpoint(next(self._ids), owner, boundary, events.COPY, blocks)
-        self._newest[request_id] = checkpoint
-        self._unpromoted[request_id] = request, checkpoint
-        if former is None:
-            self._pool.unpin_blocks(blocks, self._watcher(request_id))
-        self._observer.rolled(checkpoint, former)
-        for source, spare in zip(sources, blocks, strict=True):
-            copies.append(KVCacheBlockCopy(source.block_id, spare.block_id))
 
     def _take_free(self, count: int) -> tuple[KVCacheBlock, ...] | None:
         """Free blocks, referenced; None if there are not so many."""

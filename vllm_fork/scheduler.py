@@ -11,9 +11,9 @@ a request's life:
 ``record_prefix_cache_stats``     the admission took place: ``PrefixReused``, and the
                                   request is watched from here on
 ``schedule``                      promotes what was accepted since; arms the relief of
-                                  pins if memory may run short; then adds the rolling
-                                  copies that are due, and pins what the step will
-                                  complete
+                                  pins if memory may run short; then pins what the
+                                  step will complete, and adds the rolling copies
+                                  that it has to make first
 ``_preempt_request``              discards (or publishes) before the blocks go
 ``_free_request``                 publishes before, releases after the blocks go
 ``reset_prefix_cache``            tells a forced reset from a preemption
@@ -55,6 +55,7 @@ from vllm_fork.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -416,8 +417,7 @@ class CheckpointSchedulerMixin(_Base):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         watch = self._watch
-        is_due = watch.is_due or watch.free_blocks.num_free_blocks < watch.ample_blocks
-        if is_due:
+        if watch.is_due or watch.free_blocks.num_free_blocks < watch.ample_blocks:
             try:
                 self._prepare_step()
             except Exception:
@@ -425,8 +425,6 @@ class CheckpointSchedulerMixin(_Base):
         output = self._stock_schedule(throttle_prefills)
         watch.num_steps = now = watch.num_steps + 1
         try:
-            if is_due:
-                self._add_copies(output)
             # The second half is ``StepWatch.may_leap``, written out.
             if now in watch.alarms or (
                 output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
@@ -452,18 +450,16 @@ class CheckpointSchedulerMixin(_Base):
             watch.is_due = watch.is_due or self._relief_armed
 
     def _reach(self, output: SchedulerOutput) -> None:
-        if self.retention is not None:
-            for request in self._watch.arrived(output):
-                self.retention.reach(request)
-
-    def _add_copies(self, output: SchedulerOutput) -> None:
-        """Let the step just scheduled make the rolling copies that are due, first."""
-        if self.retention is None or self.retention.copies is None:
+        retention = self.retention
+        if retention is None:
             return
-        made = self.retention.copies.make(output.num_scheduled_tokens)
-        if made:
+        copies: list[KVCacheBlockCopy] = []
+        scheduled = output.num_scheduled_tokens
+        for request in self._watch.arrived(output):
+            copies += retention.reach(request, scheduled.get(request.request_id, 0))
+        if copies:
             others = output.kv_cache_block_copies or []
-            output.kv_cache_block_copies = others + made
+            output.kv_cache_block_copies = others + copies
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
         affected = super()._handle_invalid_blocks(*args, **kwargs)

@@ -30,7 +30,7 @@ HOOKS = [
     (RetentionController, "preempt"),
     (TailIndex, "find"),
     (TailIndex, "insert"),
-    (RollingCopies, "make"),
+    (RollingCopies, "copy"),
     (RollingCopies, "take"),
     (RollingCopies, "_lose"),
     (BlockPool, "unpin_blocks"),
