@@ -351,7 +351,7 @@ class CheckpointSchedulerMixin(_Base):
         def record_prefix_cache_stats(request: Request, num_hits: int) -> None:
             record(request, num_hits)
             if self.retention is not None:
-                self.retention.watch(request)
+                self._run("an admission", self.retention.watch, request)
             if self.observer.enabled:
                 self._run("an admission", self._note_admitted, request, num_hits)
 

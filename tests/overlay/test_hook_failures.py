@@ -21,6 +21,7 @@ from vllm_fork.scheduler import CheckpointSchedulerMixin, with_checkpoints
 
 BLOCK = 64
 HOOKS = [
+    (RetentionController, "watch"),
     (RetentionController, "reach"),
     (RetentionController, "accept_outputs"),
     (RetentionController, "may_run_short"),
