@@ -97,6 +97,8 @@ def running() -> Iterator[Docker]:
         NoDocker: neither.
     """
     CACHE.mkdir(parents=True, exist_ok=True)
+    # Where Debian keeps root's tools: not every shell's path has it.
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
     if shutil.which("docker") and _answers(os.environ):
         yield Docker(_with_compose(os.environ), own=False)
         return
