@@ -12,15 +12,17 @@ their objects lie in memory, and one engine by as much within half a second. So 
 engine is compared with itself, step by step: of four steps one is taken by our
 ``schedule``, two by vLLM's own, which ours calls, and one by ours again, or the other
 way round; what drifts falls on both alike. What ours would have done in a step by
-vLLM's own is done behind it, outside the time, so that a step by ours finds as much to
-do as if all were. (Nothing else of ours runs in a step in which requests decode. The
-class stays: after each change of it Python would look everything up anew for some fifty
-steps.) What the publisher's thread does to a step beside it falls on both alike, too:
-that is measured by ``engine_stall.py``.
+vLLM's own is done before and behind it, outside the time, so that a step by ours finds
+as much to do as if all were. (Nothing else of ours runs in a step in which requests
+decode. The class stays: after each change of it Python would look everything up anew
+for some fifty steps.) What the publisher's thread does to a step beside it falls on
+both alike, too: that is measured by ``engine_stall.py``.
 
 Each round visits the engines in a new order. A ratio is that of the two by ours to the
-two by vLLM's; the median of all is told. Time is the CPU time of the stepping thread,
-which other work on the machine stretches less; ``--clock wall`` shows waits as well::
+two by vLLM's; the median of all is told. On stderr there is beside it the ratio of all
+together but the longest tenth, which counts in what is rarer than one step in four.
+Time is the CPU time of the stepping thread, which other work on the machine stretches
+less; ``--clock wall`` shows waits as well::
 
     python benchmarks/scheduler_step.py --json
 
@@ -145,6 +147,8 @@ class Arm:
     def step(self) -> float:
         """Seconds that one step takes the engine's thread."""
         clock = self._clock
+        if self._schedule is not self._ours:
+            self._prepare()
         begin = clock()
         scheduled = output = self._schedule()
         taken = clock() - begin
@@ -159,15 +163,18 @@ class Arm:
             self._make_up(scheduled)
         return taken
 
+    # What our ``schedule`` would have done in a step that goes past it, and when.
+
+    def _prepare(self) -> None:
+        scheduler = self.scheduler
+        if isinstance(scheduler, CheckpointSchedulerMixin) and scheduler._watch.is_due:
+            scheduler._prepare_step()
+
     def _make_up(self, output: SchedulerOutput) -> None:
-        """Do what our ``schedule`` would have done in a step that went past it."""
-        if not isinstance(self.scheduler, CheckpointSchedulerMixin):
-            return
-        self.scheduler._watch.num_steps += 1
-        self.scheduler._reach(output)
-        if self.scheduler._watch.is_due:
-            self.scheduler._prepare_step()
-        self.scheduler.observer.flush()
+        if isinstance(self.scheduler, CheckpointSchedulerMixin):
+            self.scheduler._watch.num_steps += 1
+            self.scheduler._reach(output)
+            self.scheduler.observer.flush()
 
     def keep(self, num_running: int) -> None:
         """Abort all but ``num_running`` requests, spread over the block as before."""
@@ -261,6 +268,12 @@ def measure(
     return pairs
 
 
+def ratio_together(pairs: Pairs) -> float:
+    """Of the summed times; without the tenth of pairs that took longest."""
+    kept = sorted(pairs, key=sum)[: math.ceil(0.9 * len(pairs))]
+    return sum(on for on, _ in kept) / sum(off for _, off in kept)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -310,7 +323,8 @@ def main() -> None:
             extra[label] = round((median - 1) * stock_us / num_running, 4)
             print(
                 f"  {name:20} x {ratio[label]:.4f}  "
-                f"{extra[label]:+.3f} µs a request and step",
+                f"{extra[label]:+.3f} µs a request and step; "
+                f"together x {ratio_together(times[name]):.4f}",
                 file=sys.stderr,
             )
     for arm in arms.values():

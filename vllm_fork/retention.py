@@ -211,25 +211,30 @@ class RetentionController:
             self._watch.await_tokens(request, None)
             return ()
         computed, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
+        awaited = self._watch.boundary(request_id)
         # The next block's end, or copy's turn: both behind the prompt.
         past = computed if computed >= num_prompt else num_prompt - 1
         due = past - past % self.block_size + self.block_size
-        made: Sequence[KVCacheBlockCopy] = ()
         if (copies := self.copies) is not None:
-            awaited = self._watch.boundary(request_id)
-            boundary = computed - num_scheduled_tokens
-            if boundary + 1 == awaited and copies.is_due_at(boundary, self.block_size):
-                made = copies.copy(request, boundary)
-                self._watch.is_due = True
-            due = min(due, copies.next_due(max(computed, num_prompt)) + 1)
+            copy = copies.next_due(max(computed, num_prompt)) + 1
+            due = copy if copy < due else due
         self._watch.await_tokens(request, due)
         # A step that ends elsewhere leaves no state *at* a boundary: this skips
         # a prefill that runs over it (and what such a prefill exports beside it).
-        if past == computed and not computed % self.block_size:
+        if computed >= num_prompt and not computed % self.block_size:
             blocks = self._blocks_at(request_id, computed)
             if blocks is not None:
                 self._pin(request, computed, blocks)
-        return made
+        boundary = computed - num_scheduled_tokens
+        if (
+            copies is None
+            or boundary + 1 != awaited
+            or not copies.is_due_at(boundary, self.block_size)
+        ):
+            return ()
+        self._watch.is_due = True
+        # Last: should an eviction that it causes fail, all of this was given up.
+        return copies.copy(request, boundary)
 
     def accept_outputs(self, requests: Mapping[str, Request]) -> None:
         """Promote the pins whose step's output was accepted.

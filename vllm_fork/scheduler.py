@@ -457,6 +457,9 @@ class CheckpointSchedulerMixin(_Base):
         scheduled = output.num_scheduled_tokens
         for request in self._watch.arrived(output):
             copies += retention.reach(request, scheduled.get(request.request_id, 0))
+            if self.retention is not retention:
+                # Given up: an eviction failed, which a copy had caused.
+                return
         if copies:
             others = output.kv_cache_block_copies or []
             output.kv_cache_block_copies = others + copies

@@ -3,6 +3,7 @@
 import pytest
 from vllm.v1.request import RequestStatus
 
+from vllm_fork.events import CheckpointPinned
 from vllm_fork.model_free import STOP_TOKEN
 
 BLOCK = 64
@@ -30,6 +31,15 @@ def test_prompt_ends_at_a_boundary(start, num_answer):
     talk.ask(prompt, answer)
     assert talk.cached_tokens(prompt + answer + talk.tokens(20)) == 2 * BLOCK
     assert talk.cached_tokens(prompt) == 2 * BLOCK - 16
+
+
+def test_prompt_ends_one_token_behind_a_boundary(start):
+    """Its prefill ends at the boundary, which is the prompt's then, not decoding's."""
+    talk = start()
+    request = talk.begin(talk.tokens(2 * BLOCK + 1), talk.answer(20))
+    talk.engine.run()
+    assert talk.finished_event(request).no_checkpoint_reason == "below_block"
+    assert talk.events.of_type(CheckpointPinned) == []
 
 
 def test_answer_below_a_block(start):

@@ -121,3 +121,55 @@ def test_without_sabotage_everything_is_used(engine):
     assert sum(r.num_preemptions for r in engine.requests.values()) > 0
     assert engine.worker.errors == []
     engine.scheduler.check_integrity()
+
+
+def test_an_eviction_that_fails_within_a_copy(monkeypatch):
+    """Whose step ends with a block as well: nothing is pinned after all was let go."""
+    monkeypatch.setattr(CheckpointSchedulerMixin, "strict", False)
+    engine = make_engine(
+        with_checkpoints(Scheduler),
+        block_size=BLOCK,
+        num_mamba_groups=2,
+        num_blocks=60,
+        max_num_batched_tokens=48,
+        settings={"retain": True, "copy_interval": 16},
+    )
+    scheduler = engine.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    draw = random.Random(0)
+    words = [draw.randrange(20, 500) for _ in range(300)]
+    engine.add(make_request("old", words[:30]), [*words[30:90], STOP_TOKEN])
+    engine.run()
+    request = make_request("again", words[100:120])
+    engine.add(request, [*words[120:270], STOP_TOKEN])
+    while request.num_tokens < 110:
+        engine.step()
+    # Computed once more in chunks of 48 tokens and what then remains of a block.
+    request.skip_reading_prefix_cache = True
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+    engine.step()
+    assert request.num_computed_tokens == 48
+    unpublished = [
+        block
+        for block in pool.free_block_queue.get_all_free_blocks()
+        if block.block_id not in scheduler.cache_index._published
+    ]
+    pool.touch(unpublished)
+
+    def fail(*args, **kwargs):
+        raise Sabotage
+
+    scheduler.observer.enabled = True
+    scheduler.observer._publish = lambda queued: None
+    monkeypatch.setattr(Observer, "evicted", fail)
+    engine.step()
+    assert scheduler.retention is None
+    assert request.num_computed_tokens == BLOCK
+    pool.free_blocks(unpublished)
+    engine.run()
+    assert engine.finished["again"].finish_reason == "stop"
+    assert engine.num_leaked_blocks == 0
+    assert scheduler.reset_prefix_cache()
+    assert not scheduler._watch.alarms
+    assert not scheduler._watch.is_due
