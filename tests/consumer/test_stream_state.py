@@ -374,7 +374,11 @@ class StreamMachine(RuleBasedStateMachine):
         return set(range(self.publisher.next_seq)) if self.busy(epoch) else set()
 
     def busy(self, epoch: str) -> bool:
-        return len(self.reader.applied.get(epoch, ())) > TIMES.max_waiting
+        """Whether so many came that more than allowed may have waited at once."""
+        num_came = len(self.reader.applied.get(epoch, ()))
+        if epoch == self.state.epoch:
+            num_came += self.state.num_waiting
+        return num_came > TIMES.max_waiting
 
     def teardown(self) -> None:
         """Left alone with a working publisher, the stream comes whole again."""
