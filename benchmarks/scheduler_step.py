@@ -1,7 +1,7 @@
 """What checkpoint retention adds to a scheduler step while requests decode.
 
-One engine an arm, each vLLM's own scheduler and KV-cache manager with a worker that
-does nothing; a step is ``schedule`` and ``update_from_output``, one step in flight
+One engine an arm and count of requests, made for that many: vLLM's own scheduler and
+KV-cache manager with a worker that does nothing; a step is ``schedule`` and ``update_from_output``, one step in flight
 under ``--scheduler async`` as in vLLM's engine core. Arms: ``retention`` (block
 boundaries alone), ``exact_tail`` and ``copy64``, each without events and, as
 ``<arm>_events``, with the real publisher; and ``stock``. Requests start at lengths
@@ -176,17 +176,6 @@ class Arm:
             self.scheduler._reach(output)
             self.scheduler.observer.flush()
 
-    def keep(self, num_running: int) -> None:
-        """Abort all but ``num_running`` requests, spread over the block as before."""
-        request_ids = list(self.scheduler.requests)
-        stride = len(request_ids) // num_running
-        kept = set(request_ids[::stride][:num_running])
-        self._lengths = self._lengths[::stride][:num_running]
-        self.scheduler.finish_requests(
-            [r for r in request_ids if r not in kept], RequestStatus.FINISHED_ABORTED
-        )
-        self.num_running = num_running
-
     def switch(self, on: bool) -> None:
         """Go on by our ``schedule``, or by vLLM's own."""
         self._schedule = self._ours if on else self._own
@@ -293,21 +282,21 @@ def main() -> None:
     clock = time.thread_time if args.clock == "cpu" else time.perf_counter
     described = list(arm_settings().items())
     random.Random(args.seed).shuffle(described)
-    arms = {
-        name: Arm(settings, max(args.running), args.scheduler == "async", clock)
-        for name, settings in described
-    }
     ratio: dict[str, float] = {}
     extra: dict[str, float] = {}
     todo = sorted(args.running, reverse=True)
     for i, num_running in enumerate(todo):
-        for arm in arms.values():
-            arm.keep(num_running)
         now = time.monotonic()
         # A step of more requests takes longer.
         weights = [4 + math.sqrt(n) for n in todo[i:]]
         share = (deadline - now) * weights[0] / sum(weights)
+        arms = {
+            name: Arm(settings, num_running, args.scheduler == "async", clock)
+            for name, settings in described
+        }
         times = measure(arms, args.rounds, now + share, args.seed)
+        for arm in arms.values():
+            arm.close()
         stock_us = 1e6 * statistics.median(
             off for pairs in times.values() for _, off in pairs
         )
@@ -327,8 +316,6 @@ def main() -> None:
                 f"together x {ratio_together(times[name]):.4f}",
                 file=sys.stderr,
             )
-    for arm in arms.values():
-        arm.close()
     aa_spread = max(
         abs(value - 1) for name, value in ratio.items() if name.startswith("stock@")
     )
