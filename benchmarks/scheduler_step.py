@@ -1,11 +1,12 @@
 """What checkpoint retention adds to a scheduler step while requests decode.
 
 One engine an arm and count of requests, made for that many: vLLM's own scheduler and
-KV-cache manager with a worker that does nothing; a step is ``schedule`` and ``update_from_output``, one step in flight
-under ``--scheduler async`` as in vLLM's engine core. Arms: ``retention`` (block
-boundaries alone), ``exact_tail`` and ``copy64``, each without events and, as
-``<arm>_events``, with the real publisher; and ``stock``. Requests start at lengths
-spread over a block, so that block boundaries and copies spread over the steps.
+KV-cache manager with a worker that does nothing; a step is ``schedule`` and
+``update_from_output``, one step in flight under ``--scheduler async`` as in vLLM's
+engine core. Arms: ``retention`` (block boundaries alone), ``exact_tail`` and
+``copy64``, each without events and, as ``<arm>_events``, with the real publisher; and
+``stock``. Requests start at lengths spread over a block, so that block boundaries and
+copies spread over the steps.
 
 Engines that are all the same differ by up to 3% from one start to the next, by where
 their objects lie in memory, and one engine by as much within half a second. So each
