@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from vllm_fork.events import Event
 
-QueuedEvent = Event | Callable[[], Event]
-"""An event, or what makes one: the scheduler's thread leaves the making to the
-sending one. What it is made of must not change meanwhile."""
+QueuedEvent = Event | tuple[Any, ...]
+"""An event, or the function that makes one and its arguments: the scheduler's thread
+leaves the making to the sending one. What it is made of must not change meanwhile."""
 
 
 def made(queued: QueuedEvent) -> Event:
     """The event itself."""
-    return queued if isinstance(queued, Event) else queued()
+    if isinstance(queued, Event):
+        return queued
+    make, *arguments = queued
+    return make(*arguments)
 
 
 class EventQueue:

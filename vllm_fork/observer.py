@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic_ns, time_ns
 from typing import TYPE_CHECKING, Any
 
@@ -90,18 +89,24 @@ class Observer:
             self._collect(_make_pinned, checkpoint)
 
     def rolled(self, checkpoint: Checkpoint, former: Checkpoint | None) -> None:
-        """As :meth:`pinned`, of a rolling copy that takes the place of ``former``."""
+        """As :meth:`pinned`, of a rolling copy that takes the place of ``former``.
+
+        The caller counts these, and tells the count by :meth:`superseded`.
+        """
         if not self.enabled:
             return
         unix_ns, now_ns = time_ns(), monotonic_ns()
         if former is not None:
-            seen = self._seen.get(former.owner.request_id)
-            if seen:
-                seen.num_superseded += 1
             self.collected.append(
-                partial(_make_discarded, unix_ns, now_ns, former, "superseded")
+                (_make_discarded, unix_ns, now_ns, former, "superseded")
             )
-        self.collected.append(partial(_make_pinned, unix_ns, now_ns, checkpoint))
+        self.collected.append((_make_pinned, unix_ns, now_ns, checkpoint))
+
+    def superseded(self, request_id: str, count: int) -> None:
+        """So many rolling copies of the request gave way to :meth:`rolled` ones."""
+        seen = self._seen.get(request_id)
+        if seen:
+            seen.num_superseded += count
 
     def promoted(self, checkpoint: Checkpoint, former: Checkpoint | None) -> None:
         """Its state is materialized; ``former`` is the one it replaces."""
@@ -236,7 +241,7 @@ class Observer:
 
     def _collect(self, make: Callable[..., events.Event], *what: object) -> None:
         """Note what happened, and when; the sending thread makes the event of it."""
-        self.collected.append(partial(make, time_ns(), monotonic_ns(), *what))
+        self.collected.append((make, time_ns(), monotonic_ns(), *what))
 
 
 def _make(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -46,7 +46,7 @@ from vllm_fork.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
@@ -151,7 +151,7 @@ class RetentionController:
         self.copies: RollingCopies | None = None
         if copy_interval:
             self.copies = RollingCopies(
-                self._pool, self._mamba, copy_interval, self._ids, observer
+                self._pool, self._mamba, copy_interval, self._ids, observer, watch
             )
 
         self._watch = watch
@@ -183,24 +183,21 @@ class RetentionController:
         if request.request_id not in self._watch:
             self._watch.await_tokens(request, 0)
 
-    def reach(
-        self, request: Request, num_scheduled_tokens: int
-    ) -> Sequence[KVCacheBlockCopy]:
-        """Pin what the step just scheduled will complete for ``request``; return the
-        copies that the step has to make first.
+    def reach(self, request: Request) -> None:
+        """Pin what the step just scheduled will complete for ``request``.
 
-        Call after ``schedule``, for each request that has what it was watched for.
-        ``num_computed_tokens`` counts the step, which runs ``num_scheduled_tokens``.
+        Call after ``schedule``, for each request that has what it was watched for;
+        ``num_computed_tokens`` counts the step.
         """
         if request.status != RequestStatus.RUNNING:
             # Its blocks are being loaded.
             self._watch.await_tokens(request, 0)
-            return ()
+            return
         request_id = request.request_id
         if request.resumable or request.pooling_params is not None:
             # The next input of a streaming session may rewrite the last token.
             self._watch.await_tokens(request, None)
-            return ()
+            return
         if self._speculative:
             due = self._watch.boundary(request_id)
             if not due:
@@ -209,15 +206,16 @@ class RetentionController:
             self._crossing[request_id] = due
             self._watch.is_due = True
             self._watch.await_tokens(request, None)
-            return ()
+            return
         computed, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
-        awaited = self._watch.boundary(request_id)
-        # The next block's end, or copy's turn: both behind the prompt.
+        # The next block's end behind the prompt.
         past = computed if computed >= num_prompt else num_prompt - 1
         due = past - past % self.block_size + self.block_size
-        if (copies := self.copies) is not None:
-            copy = copies.next_due(max(computed, num_prompt)) + 1
-            due = copy if copy < due else due
+        if self.copies is not None:
+            if request.is_prefill_chunk:
+                due = min(due, request.num_tokens)
+            else:
+                self.copies.follow(request)
         self._watch.await_tokens(request, due)
         # A step that ends elsewhere leaves no state *at* a boundary: this skips
         # a prefill that runs over it (and what such a prefill exports beside it).
@@ -225,16 +223,6 @@ class RetentionController:
             blocks = self._blocks_at(request_id, computed)
             if blocks is not None:
                 self._pin(request, computed, blocks)
-        boundary = computed - num_scheduled_tokens
-        if (
-            copies is None
-            or boundary + 1 != awaited
-            or not copies.is_due_at(boundary, self.block_size)
-        ):
-            return ()
-        self._watch.is_due = True
-        # Last: should an eviction that it causes fail, all of this was given up.
-        return copies.copy(request, boundary)
 
     def accept_outputs(self, requests: Mapping[str, Request]) -> None:
         """Promote the pins whose step's output was accepted.
@@ -242,21 +230,15 @@ class RetentionController:
         Call before ``schedule``; requests that ended since the last one are settled
         by :meth:`finish` already.
         """
-        if (copies := self.copies) is not None:
-            copies.accept()
-        if self._pending:
-            for request_id, checkpoint in list(self._pending.items()):
-                request = requests[request_id]
-                if executed_tokens(request) >= checkpoint.boundary:
-                    self._promote(request_id)
-                elif request.num_computed_tokens < checkpoint.boundary:
-                    self._discard_pending(request_id, "rewound")
-        if self._crossing:
-            for request_id in list(self._crossing):
-                self._settle_crossing(requests[request_id])
-        self._watch.is_due = bool(
-            self._pending or self._crossing or (copies and copies.any_unaccepted)
-        )
+        for request_id, checkpoint in list(self._pending.items()):
+            request = requests[request_id]
+            if executed_tokens(request) >= checkpoint.boundary:
+                self._promote(request_id)
+            elif request.num_computed_tokens < checkpoint.boundary:
+                self._discard_pending(request_id, "rewound")
+        for request_id in list(self._crossing):
+            self._settle_crossing(requests[request_id])
+        self._watch.is_due = bool(self._pending or self._crossing)
 
     def drop_rewound(self, requests: Mapping[str, Request]) -> None:
         """Discard what lies beyond the tokens a request still has.
@@ -271,10 +253,6 @@ class RetentionController:
                     del held[request_id]
                     self._watch.await_tokens(request, 0)
                     self._discard(checkpoint, "rewound")
-        if self.copies is not None:
-            self.copies.drop_beyond(
-                lambda i: requests[i].num_computed_tokens if i in requests else 0
-            )
 
     # -- memory pressure -----------------------------------------------------------
 
@@ -400,6 +378,7 @@ class RetentionController:
         held = {*self._pending, *self._promoted, *self._watch, *self._crossing}
         if self.copies is not None:
             held |= self.copies.requests()
+            wrong += [f"request {i} is copied too late" for i in self.copies.missed()]
         wrong += [f"request {i} is gone" for i in held - scheduler.requests.keys()]
         wrong += [f"request {i} is watched too late" for i in self._watch.missed()]
         num_free = self._pool.get_num_free_blocks()
@@ -578,7 +557,7 @@ class RetentionController:
             return False
         if boundary > self._materialized_tokens(request):
             return False
-        return self.copies.is_due_at(boundary, self.block_size)
+        return self.copies.is_at_a_copy(boundary)
 
     def _publish_copy(self, request: Request, finish_reason: str | None) -> None:
         """Enter the newest rolling copy, which lies on the hash grid, into the cache.
@@ -702,6 +681,7 @@ class RetentionController:
         self._release_ended(request_id)
         if self.copies is not None:
             self.copies.drop(request_id, reason, unaccepted)
+            self.copies.forget(request_id)
 
     def _hold(self, request: Request, checkpoint: Checkpoint) -> None:
         """Keep a referenced checkpoint of an ending request until its release."""

@@ -16,7 +16,8 @@ and a watcher tells when the pool hands it out, which discards the checkpoint in
 spare therefore never costs a running request a block. Nor does a copy reference its
 two ends while it is under way: whoever is given one of them writes to it in a later
 step, and steps run in order (a KV connector may write out of that order; there, no
-copies are made). One spare a group and request; the next copy overwrites it.
+copies are made). One spare a group and request; the next copy overwrites it. Every few
+copies the spare goes behind all other free blocks again.
 
 A free block may hold a cached prefix, which taking it evicts. While a preempted request
 waits to come back, what is cached of it is worth more than a copy: none is made then,
@@ -26,14 +27,16 @@ and whoever is due for one gives its spare back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.request import RequestStatus
 
 from vllm_fork import events
-from vllm_fork.checkpoint import Checkpoint
+from vllm_fork.checkpoint import Checkpoint, RequestIdentity
 from vllm_fork.observer import Observer
+from vllm_fork.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -41,16 +44,49 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import MambaManager
     from vllm.v1.request import Request
 
+RENEWED_EVERY: Final = 8
+"""Copies after which a spare is put behind all other free blocks again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """One decoding request and its copy.
+
+    All that a copy needs in one place: with many running requests nothing of it is in
+    the processor's caches when its turn comes.
+    """
+
+    request: Request | None
+    """None once nobody follows it any more: its turn may still come."""
+    owner: RequestIdentity
+    tables: tuple[list[KVCacheBlock], ...]
+    """Its block table in each Mamba group, vLLM's own."""
+    boundary: int
+    """Where its next copy is due, in tokens."""
+    turn: int = 0
+    """The step of its one turn, before which it cannot get there."""
+    newest: Checkpoint | None = None
+    """Its copy; the blocks are the spare."""
+    is_accepted: bool = True
+    """Whether the step that made the newest copy's state was accepted."""
+    sources: Sequence[KVCacheBlock] = ()
+    """The running blocks when ``copies`` were made."""
+    copies: Sequence[KVCacheBlockCopy] = ()
+    """From the running blocks to the spare: the same until a block is full."""
+    num_superseded: int = 0
+    """Copies that a later one overwrote."""
+
 
 class RollingCopies:
     """Makes and hands out the rolling copies of one scheduler.
 
     Args:
         pool: the block pool.
-        mamba: managers of the recurrent groups.
+        mamba: managers of the recurrent groups, whose blocks are of one size.
         interval: tokens between copies, a multiple of the hash unit.
         ids: where checkpoint ids come from.
         observer: told of each stage.
+        watch: where turns are noted.
     """
 
     def __init__(
@@ -60,99 +96,115 @@ class RollingCopies:
         interval: int,
         ids: Iterator[int],
         observer: Observer,
+        watch: StepWatch,
     ) -> None:
         self.interval = interval
         self._pool = pool
         self._mamba = mamba
+        self._block_size = mamba[0].block_size
         self._ids = ids
         self._observer = observer
-        # By request; the spare blocks are those of the checkpoint.
-        self._newest: dict[str, Checkpoint] = {}
-        # Those of them whose state's step was not accepted yet.
-        self._unpromoted: dict[str, tuple[Request, Checkpoint]] = {}
+        self._watch = watch
+        self._turns = watch.turns
+        self._followed: dict[str, _Followed] = {}
+        # Those of them whose newest copy's step was not accepted yet, and some more.
+        self._unaccepted: list[_Followed] = []
         # Requests that were preempted; those that are back go at the next look.
         self._displaced: dict[str, Request] = {}
+        # A spare was taken since ``take_turns`` began: see there.
+        self.took_spare = False
         self._closed = False
         self._watcher_error: Exception | None = None
 
-    def next_due(self, computed: int) -> int:
-        """The first position at or behind ``computed`` whose state is to be copied."""
-        return -(-computed // self.interval) * self.interval
+    def follow(self, request: Request) -> None:
+        """Copy the states of ``request``, which decodes a token a step from here on.
 
-    def is_due_at(self, boundary: int, block_size: int) -> bool:
-        """Whether the state there is copied: at the end of a block, another checkpoint
-        keeps it."""
-        return boundary % self.interval == 0 and boundary % block_size != 0
+        Call after the step that ends its prefill; ``num_computed_tokens`` count it.
+        Does nothing for a request that is followed already.
+        """
+        request_id = request.request_id
+        if self._closed or request_id in self._followed:
+            return
+        computed = request.num_computed_tokens
+        followed = _Followed(
+            request,
+            self._observer.identity(request),
+            tuple(manager.req_to_blocks[request_id] for manager in self._mamba),
+            self._next_due(max(computed, request.num_prompt_tokens)),
+        )
+        self._followed[request_id] = followed
+        self._await(followed, computed)
 
-    def copy(self, request: Request, boundary: int) -> Sequence[KVCacheBlockCopy]:
-        """The copies, one a Mamba group, that the step just scheduled has to run first,
-        since it overwrites the state at ``boundary``. Call after ``schedule``.
+    def forget(self, request_id: str) -> None:
+        """The request decodes no more; what it has is dropped or taken already."""
+        followed = self._followed.pop(request_id, None)
+        if followed is None:
+            return
+        followed.request = None
+        if followed.num_superseded:
+            self._observer.superseded(request_id, followed.num_superseded)
 
-        None while a preempted request waits, or if there is no spare and no block is
-        free. A new spare may be handed on within the step: of two copies to one block
-        the last is meant.
+    def take_turns(self) -> list[KVCacheBlockCopy]:
+        """The copies that the step just scheduled has to run first, since it overwrites
+        their states. Call after a ``schedule`` whose step has a turn.
+
+        None while a preempted request waits, nor for a request with no spare if no
+        block is free. A new spare may be handed on within the step: of two copies to
+        one block the last is meant, see ``took_spare``.
 
         Raises what a watcher met since, which must not escape into vLLM's pool.
         """
         if self._watcher_error is not None:
             raise self._watcher_error
-        request_id = request.request_id
-        if self._displaced and self._is_anyone_displaced():
-            self.drop(request_id, "memory_pressure")
-            return ()
-        sources = self._running_blocks(request_id, boundary)
-        if sources is None:
-            return ()
-        former = self._newest.get(request_id)
-        if former is not None:
-            owner, blocks = former.owner, former.blocks
-            self._keep_longest(blocks)
-        else:
-            owner = self._observer.identity(request)
-            free = self._take_free(len(sources))
-            if free is None:
-                return ()
-            blocks = free
-        checkpoint = Checkpoint(next(self._ids), owner, boundary, events.COPY, blocks)
-        self._newest[request_id] = checkpoint
-        self._unpromoted[request_id] = request, checkpoint
-        if former is None:
-            self._pool.unpin_blocks(blocks, self._watcher(request_id))
-        self._observer.rolled(checkpoint, former)
-        return [
-            KVCacheBlockCopy(source.block_id, spare.block_id)
-            for source, spare in zip(sources, blocks, strict=True)
-        ]
+        now = self._watch.num_steps
+        turns = self._turns.pop(now)
+        if self._unaccepted:
+            self._accept()
+        self.took_spare = False
+        may_copy = not (self._displaced and self._is_anyone_displaced())
+        copies: list[KVCacheBlockCopy] = []
+        for followed in turns:
+            request = followed.request
+            if request is None:
+                continue
+            computed = request.num_computed_tokens
+            boundary = followed.boundary
+            if computed > boundary:
+                followed.boundary = self._next_due(computed)
+            self._await(followed, computed)
+            if computed != boundary + 1:
+                continue
+            if may_copy:
+                copies += self._copy(followed, boundary)
+            else:
+                self._drop(followed, "memory_pressure")
+        if self._unaccepted and now + 1 not in self._turns:
+            self._turns[now + 1] = []
+        return copies
 
     def note_preempted(self, request: Request) -> None:
         """``request`` gives its blocks to others: see the module."""
         self._displaced[request.request_id] = request
 
-    @property
-    def any_unaccepted(self) -> bool:
-        """Whether :meth:`accept` has anything to look at."""
-        return bool(self._unpromoted)
-
-    def accept(self) -> None:
-        """Promote the copies whose state's step was accepted."""
-        for request, checkpoint in list(self._unpromoted.values()):
-            # There are no drafts here: it keeps all that it executed.
-            executed = request.num_computed_tokens - request.num_in_flight_tokens
-            if executed >= checkpoint.boundary:
-                self._promote(checkpoint)
-
     def settle(self, request_id: str, materialized: int) -> None:
-        """As :meth:`accept`, for one request with ``materialized`` tokens."""
-        if request_id in self._unpromoted:
-            _, checkpoint = self._unpromoted[request_id]
-            if materialized >= checkpoint.boundary:
-                self._promote(checkpoint)
+        """Promote what ``request_id``, with ``materialized`` tokens, has of a copy."""
+        followed = self._followed.get(request_id)
+        if followed is None or followed.is_accepted:
+            return
+        assert followed.newest is not None
+        if materialized >= followed.newest.boundary:
+            self._promote(followed)
 
     def supersede(self, request_id: str, boundary: int) -> None:
         """A deeper checkpoint of the request was promoted."""
-        newest = self._newest.get(request_id)
+        newest = self._newest(request_id)
         if newest is not None and newest.boundary <= boundary:
             self.drop(request_id, "superseded")
+
+    def is_at_a_copy(self, boundary: int) -> bool:
+        """Whether the state there is copied: at the end of a block, another checkpoint
+        keeps it."""
+        return boundary % self.interval == 0 and boundary % self._block_size != 0
 
     def take_live(self, request: Request, boundary: int) -> Checkpoint | None:
         """A checkpoint of the running blocks of an ending request, which hold the state
@@ -160,7 +212,9 @@ class RollingCopies:
 
         The caller releases one reference to each block.
         """
-        blocks = self._running_blocks(request.request_id, boundary)
+        request_id = request.request_id
+        tables = [manager.req_to_blocks.get(request_id, ()) for manager in self._mamba]
+        blocks = self._running_blocks(tables, boundary)
         if blocks is None:
             return None
         owner = self._observer.identity(request)
@@ -172,50 +226,159 @@ class RollingCopies:
 
         The caller releases one reference to each block.
         """
-        if request_id not in self._newest or request_id in self._unpromoted:
+        followed = self._followed.get(request_id)
+        if followed is None or not followed.is_accepted:
             return None
-        return self._take_out(request_id)
+        return self._take_out(followed)
 
     def drop(self, request_id: str, reason: str, unaccepted: str | None = None) -> None:
         """Discard what a request has, and give its spare back.
 
         ``unaccepted``: the reason where its state's step was not accepted yet.
         """
-        if request_id not in self._newest:
-            return
-        if unaccepted is not None and request_id in self._unpromoted:
-            reason = unaccepted
-        checkpoint = self._take_out(request_id)
-        self._pool.free_blocks(checkpoint.blocks)
-        self._observer.discarded(checkpoint, reason)
-
-    def drop_beyond(self, computed: Callable[[str], int]) -> None:
-        """Discard the copies beyond a request's ``computed`` tokens."""
-        for request_id, checkpoint in list(self._newest.items()):
-            if computed(request_id) < checkpoint.boundary:
-                self.drop(request_id, "rewound")
+        followed = self._followed.get(request_id)
+        if followed is not None:
+            if unaccepted is not None and not followed.is_accepted:
+                reason = unaccepted
+            self._drop(followed, reason)
 
     def drop_all(self, reason: str) -> None:
         """Discard every copy, and make no more."""
         self._closed = True
-        taken = [self._take_out(request_id) for request_id in list(self._newest)]
+        taken = [self._take_out(followed) for followed in self._followed.values()]
         for checkpoint in taken:
-            self._pool.free_blocks(checkpoint.blocks)
+            if checkpoint is not None:
+                self._pool.free_blocks(checkpoint.blocks)
         for checkpoint in taken:
-            self._observer.discarded(checkpoint, reason)
+            if checkpoint is not None:
+                self._observer.discarded(checkpoint, reason)
+        for request_id in list(self._followed):
+            self.forget(request_id)
 
     def requests(self) -> set[str]:
-        """Ids of the requests that have a copy."""
-        return set(self._newest)
+        """Ids of the requests that are followed."""
+        return set(self._followed)
 
-    def _promote(self, checkpoint: Checkpoint) -> None:
-        del self._unpromoted[checkpoint.owner.request_id]
-        self._observer.promoted(checkpoint, None)
+    def missed(self) -> list[str]:
+        """Ids of running requests whose turn is missing or late; call between steps."""
+        return [
+            request_id
+            for request_id, followed in self._followed.items()
+            if (request := followed.request) is not None
+            and request.status == RequestStatus.RUNNING
+            and not (
+                followed in self._turns.get(followed.turn, ())
+                and self._watch.num_steps
+                < followed.turn
+                <= self._watch.num_steps
+                + max(followed.boundary + 1 - request.num_computed_tokens, 1)
+            )
+        ]
+
+    # -- one step down -----------------------------------------------------------------
+
+    def _next_due(self, computed: int) -> int:
+        """The first position at or behind ``computed`` whose state is to be copied."""
+        boundary = -(-computed // self.interval) * self.interval
+        if boundary % self._block_size == 0:
+            return boundary + self.interval
+        return boundary
+
+    def _await(self, followed: _Followed, computed: int) -> None:
+        """Note the turn: the step that runs the first token behind the boundary."""
+        followed.turn = turn = self._watch.num_steps + followed.boundary + 1 - computed
+        if turn in self._turns:
+            self._turns[turn].append(followed)
+        else:
+            self._turns[turn] = [followed]
+
+    def _copy(self, followed: _Followed, boundary: int) -> Sequence[KVCacheBlockCopy]:
+        """The copies, one a Mamba group, of the state at ``boundary``."""
+        former = followed.newest
+        if former is None or not self._runs_as_before(followed, boundary):
+            blocks = self._aim(followed, boundary)
+            if blocks is None:
+                return ()
+        else:
+            blocks = former.blocks
+        checkpoint = Checkpoint(
+            next(self._ids), followed.owner, boundary, events.COPY, blocks
+        )
+        followed.newest = checkpoint
+        followed.is_accepted = False
+        self._unaccepted.append(followed)
+        if former is None:
+            self._pool.unpin_blocks(blocks, self._watcher(followed))
+        else:
+            followed.num_superseded += 1
+            if boundary // self.interval % RENEWED_EVERY == 0:
+                self._keep_longest(blocks)
+        self._observer.rolled(checkpoint, former)
+        return followed.copies
+
+    def _runs_as_before(self, followed: _Followed, boundary: int) -> bool:
+        """Whether the state at ``boundary`` is in the blocks that the former copy was
+        made from."""
+        column = (boundary - 1) // self._block_size
+        for table, source in zip(followed.tables, followed.sources, strict=True):
+            if column >= len(table) or table[column] is not source:
+                return False
+        return True
+
+    def _aim(
+        self, followed: _Followed, boundary: int
+    ) -> tuple[KVCacheBlock, ...] | None:
+        """Let the copies lead from the running blocks to the spare, which is returned;
+        None if one is missing. A new spare is referenced."""
+        sources = self._running_blocks(followed.tables, boundary)
+        if sources is None:
+            return None
+        former = followed.newest
+        blocks = former.blocks if former else self._take_free(len(sources))
+        if blocks is None:
+            return None
+        followed.sources = sources
+        followed.copies = [
+            KVCacheBlockCopy(source.block_id, spare.block_id)
+            for source, spare in zip(sources, blocks, strict=True)
+        ]
+        return blocks
+
+    def _accept(self) -> None:
+        """Promote the copies whose state's step was accepted."""
+        waiting, self._unaccepted = self._unaccepted, []
+        for followed in waiting:
+            request = followed.request
+            if request is None or followed.is_accepted:
+                continue
+            assert followed.newest is not None
+            # There are no drafts here: it keeps all that it executed.
+            executed = request.num_computed_tokens - request.num_in_flight_tokens
+            if executed >= followed.newest.boundary:
+                self._promote(followed)
+            else:
+                self._unaccepted.append(followed)
+
+    def _promote(self, followed: _Followed) -> None:
+        assert followed.newest is not None
+        followed.is_accepted = True
+        self._observer.promoted(followed.newest, None)
+
+    def _newest(self, request_id: str) -> Checkpoint | None:
+        followed = self._followed.get(request_id)
+        return followed.newest if followed is not None else None
+
+    def _drop(self, followed: _Followed, reason: str) -> None:
+        checkpoint = self._take_out(followed)
+        if checkpoint is not None:
+            self._pool.free_blocks(checkpoint.blocks)
+            self._observer.discarded(checkpoint, reason)
 
     def _take_free(self, count: int) -> tuple[KVCacheBlock, ...] | None:
         """Free blocks, referenced; None if there are not so many."""
-        if self._pool.get_num_free_blocks() < count:
+        if self._closed or self._pool.get_num_free_blocks() < count:
             return None
+        self.took_spare = True
         blocks = tuple(self._pool.get_new_blocks(count))
         if self._closed:  # an eviction just now went wrong
             self._pool.free_blocks(blocks)
@@ -236,26 +399,27 @@ class RollingCopies:
             queue.append(block)
 
     def _running_blocks(
-        self, request_id: str, boundary: int
+        self, tables: Sequence[Sequence[KVCacheBlock]], boundary: int
     ) -> tuple[KVCacheBlock, ...] | None:
         """The blocks that hold the state at ``boundary`` until the next step.
 
         None where one is missing. None is about to be filled by a copy: vLLM leaves
         a request that runs on the source of one.
         """
+        column = (boundary - 1) // self._block_size
         blocks = []
-        for manager in self._mamba:
-            table = manager.req_to_blocks.get(request_id, ())
-            column = (boundary - 1) // manager.block_size
+        for table in tables:
             if column >= len(table) or table[column].is_null:
                 return None
             blocks.append(table[column])
         return tuple(blocks)
 
-    def _take_out(self, request_id: str) -> Checkpoint:
+    def _take_out(self, followed: _Followed) -> Checkpoint | None:
         """Forget a copy; the caller holds one reference to each of its blocks."""
-        checkpoint = self._newest.pop(request_id)
-        self._unpromoted.pop(request_id, None)
+        checkpoint, followed.newest = followed.newest, None
+        followed.is_accepted = True
+        if checkpoint is None:
+            return None
         watchers = self._pool._reuse_watchers
         # One that could not be parked is referenced still.
         self._pool.touch(
@@ -263,20 +427,22 @@ class RollingCopies:
         )
         return checkpoint
 
-    def _watcher(self, request_id: str) -> Callable[[KVCacheBlock], None]:
+    def _watcher(self, followed: _Followed) -> Callable[[KVCacheBlock], None]:
         def handed_out(block: KVCacheBlock) -> None:
             try:
-                self._lose(request_id, block)
+                self._lose(followed, block)
             except Exception as error:
-                self._newest.pop(request_id, None)
+                followed.newest = None
+                followed.is_accepted = True
                 self._watcher_error = error
 
         return handed_out
 
-    def _lose(self, request_id: str, block: KVCacheBlock) -> None:
+    def _lose(self, followed: _Followed, block: KVCacheBlock) -> None:
         """The pool hands out ``block``: what the request's spare holds is gone."""
-        checkpoint = self._newest.pop(request_id)
-        self._unpromoted.pop(request_id, None)
+        checkpoint, followed.newest = followed.newest, None
+        followed.is_accepted = True
+        assert checkpoint is not None
         for other in checkpoint.blocks:
             if other is not block:
                 self._pool._reuse_watchers.pop(other.block_id, None)

@@ -55,7 +55,6 @@ from vllm_fork.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -423,19 +422,21 @@ class CheckpointSchedulerMixin(_Base):
             except Exception:
                 self._fail("a step")
         output = self._stock_schedule(throttle_prefills)
+        if output.kv_cache_block_copies is not None and self._repairs_copies:
+            # See ``block_copy``.
+            output.kv_cache_block_copies = resolve_chains(output.kv_cache_block_copies)
         watch.num_steps = now = watch.num_steps + 1
         try:
-            # The second half is ``StepWatch.may_leap``, written out.
-            if now in watch.alarms or (
-                output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
+            # The last part is ``StepWatch.may_leap``, written out.
+            if (
+                now in watch.turns
+                or now in watch.alarms
+                or output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
                 >= watch.decode_tokens
             ):
                 self._reach(output)
         except Exception:
             self._fail("a scheduled step")
-        if output.kv_cache_block_copies is not None and self._repairs_copies:
-            # See ``block_copy``.
-            output.kv_cache_block_copies = resolve_chains(output.kv_cache_block_copies)
         if watch.events:
             self.observer.flush()
         return output
@@ -450,19 +451,22 @@ class CheckpointSchedulerMixin(_Base):
             watch.is_due = watch.is_due or self._relief_armed
 
     def _reach(self, output: SchedulerOutput) -> None:
-        retention = self.retention
+        retention, watch = self.retention, self._watch
         if retention is None:
             return
-        copies: list[KVCacheBlockCopy] = []
-        scheduled = output.num_scheduled_tokens
-        for request in self._watch.arrived(output):
-            copies += retention.reach(request, scheduled.get(request.request_id, 0))
-            if self.retention is not retention:
-                # Given up: an eviction failed, which a copy had caused.
-                return
-        if copies:
-            others = output.kv_cache_block_copies or []
-            output.kv_cache_block_copies = others + copies
+        for request in watch.arrived(output):
+            retention.reach(request)
+        if watch.num_steps not in watch.turns:
+            return
+        rolling = retention.copies
+        assert rolling is not None
+        # Last: should an eviction that one causes fail, all of this was given up.
+        copies = rolling.take_turns()
+        if copies and self.retention is retention:
+            others = output.kv_cache_block_copies
+            if others or rolling.took_spare:
+                copies = resolve_chains([*(others or ()), *copies])
+            output.kv_cache_block_copies = copies
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
         affected = super()._handle_invalid_blocks(*args, **kwargs)

@@ -10,7 +10,7 @@ more in a step (a prefill) is found by the step's token counts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
@@ -40,6 +40,7 @@ class StepWatch:
         "free_blocks",
         "is_due",
         "num_steps",
+        "turns",
     )
 
     def __init__(
@@ -59,6 +60,8 @@ class StepWatch:
         """Steps scheduled so far; ``schedule`` counts."""
         self.alarms: dict[int, dict[str, Request]] = {}
         """Requests to look at after a step, by its number."""
+        self.turns: dict[int, list[Any]] = {}
+        """What rolling copies have to do after a step, by its number."""
         # By id: the request; the computed tokens it is to have, None: whatever it has;
         # and the step of its one alarm, before which it cannot have them.
         self._watched: dict[str, tuple[Request, int | None, int]] = {}
@@ -141,6 +144,7 @@ class StepWatch:
         """Look at nothing but events from here on."""
         self._watched.clear()
         self.alarms.clear()
+        self.turns.clear()
         self.is_due = False
         self.ample_blocks = 0
 

@@ -31,7 +31,9 @@ HOOKS = [
     (RetentionController, "preempt"),
     (TailIndex, "find"),
     (TailIndex, "insert"),
-    (RollingCopies, "copy"),
+    (RollingCopies, "follow"),
+    (RollingCopies, "take_turns"),
+    (RollingCopies, "_copy"),
     (RollingCopies, "take"),
     (RollingCopies, "_lose"),
     (BlockPool, "unpin_blocks"),
@@ -124,32 +126,32 @@ def test_without_sabotage_everything_is_used(engine):
 
 
 def test_an_eviction_that_fails_within_a_copy(monkeypatch):
-    """Whose step ends with a block as well: nothing is pinned after all was let go."""
+    """Whose step ends a block and has another copy as well: all was let go by then."""
     monkeypatch.setattr(CheckpointSchedulerMixin, "strict", False)
     engine = make_engine(
         with_checkpoints(Scheduler),
         block_size=BLOCK,
         num_mamba_groups=2,
         num_blocks=60,
-        max_num_batched_tokens=48,
+        max_num_batched_tokens=256,
         settings={"retain": True, "copy_interval": 16},
     )
     scheduler = engine.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     draw = random.Random(0)
-    words = [draw.randrange(20, 500) for _ in range(300)]
-    engine.add(make_request("old", words[:30]), [*words[30:90], STOP_TOKEN])
+    words = draw.choices(range(20, 500), k=90)
+    engine.add(make_request("old", words[:30]), [*words[30:], STOP_TOKEN])
     engine.run()
-    request = make_request("again", words[100:120])
-    engine.add(request, [*words[120:270], STOP_TOKEN])
-    while request.num_tokens < 110:
+    # In one step the first ends a block, and both others are due for their first copy.
+    names = {"ends a block": BLOCK - 12, "copies": 21, "copies too": 21}
+    requests = [
+        make_request(name, draw.choices(range(20, 500), k=length))
+        for name, length in names.items()
+    ]
+    for request in requests:
+        engine.add(request, [*words[:40], STOP_TOKEN])
+    while requests[1].num_computed_tokens < 32:
         engine.step()
-    # Computed once more in chunks of 48 tokens and what then remains of a block.
-    request.skip_reading_prefix_cache = True
-    scheduler.running.remove(request)
-    scheduler._preempt_request(request, 0.0)
-    engine.step()
-    assert request.num_computed_tokens == 48
     unpublished = [
         block
         for block in pool.free_block_queue.get_all_free_blocks()
@@ -163,13 +165,24 @@ def test_an_eviction_that_fails_within_a_copy(monkeypatch):
     scheduler.observer.enabled = True
     scheduler.observer._publish = lambda queued: None
     monkeypatch.setattr(Observer, "evicted", fail)
+    outputs = []
+    monkeypatch.setattr(
+        scheduler,
+        "schedule",
+        lambda *args: (
+            outputs.append(type(scheduler).schedule(scheduler, *args)) or outputs[-1]
+        ),
+    )
     engine.step()
+    assert [request.num_computed_tokens for request in requests] == [BLOCK, 33, 33]
+    assert outputs[0].kv_cache_block_copies is None
     assert scheduler.retention is None
-    assert request.num_computed_tokens == BLOCK
     pool.free_blocks(unpublished)
     engine.run()
-    assert engine.finished["again"].finish_reason == "stop"
+    for name in names:
+        assert engine.finished[name].finish_reason == "stop"
     assert engine.num_leaked_blocks == 0
     assert scheduler.reset_prefix_cache()
     assert not scheduler._watch.alarms
+    assert not scheduler._watch.turns
     assert not scheduler._watch.is_due
