@@ -172,10 +172,14 @@ class Arm:
             scheduler._prepare_step()
 
     def _make_up(self, output: SchedulerOutput) -> None:
-        if isinstance(self.scheduler, CheckpointSchedulerMixin):
-            self.scheduler._watch.num_steps += 1
-            self.scheduler._reach(output)
-            self.scheduler.observer.flush()
+        if isinstance(scheduler := self.scheduler, CheckpointSchedulerMixin):
+            watch = scheduler._watch
+            watch.num_steps += 1
+            if watch.num_steps in watch.alarms:
+                scheduler._reach(output)
+            if watch.num_steps in watch.turns:
+                scheduler._copy(output)
+            scheduler.observer.flush()
 
     def switch(self, on: bool) -> None:
         """Go on by our ``schedule``, or by vLLM's own."""

@@ -111,7 +111,9 @@ class Observer:
     def promoted(self, checkpoint: Checkpoint, former: Checkpoint | None) -> None:
         """Its state is materialized; ``former`` is the one it replaces."""
         if self.enabled:
-            self._collect(_make_promoted, checkpoint, former)
+            self.collected.append(
+                (_make_promoted, time_ns(), monotonic_ns(), checkpoint, former)
+            )
 
     def published(
         self,

@@ -16,8 +16,8 @@ and a watcher tells when the pool hands it out, which discards the checkpoint in
 spare therefore never costs a running request a block. Nor does a copy reference its
 two ends while it is under way: whoever is given one of them writes to it in a later
 step, and steps run in order (a KV connector may write out of that order; there, no
-copies are made). One spare a group and request; the next copy overwrites it. Every few
-copies the spare goes behind all other free blocks again.
+copies are made). One spare a group and request; the next copy overwrites it, and puts
+it behind all other free blocks again.
 
 A free block may hold a cached prefix, which taking it evicts. While a preempted request
 waits to come back, what is cached of it is worth more than a copy: none is made then,
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.request import RequestStatus
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import MambaManager
     from vllm.v1.request import Request
-
-RENEWED_EVERY: Final = 8
-"""Copies after which a spare is put behind all other free blocks again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,8 +108,8 @@ class RollingCopies:
         self._unaccepted: list[_Followed] = []
         # Requests that were preempted; those that are back go at the next look.
         self._displaced: dict[str, Request] = {}
-        # A spare was taken since ``take_turns`` began: see there.
         self.took_spare = False
+        """Whether the last :meth:`take_turns` took a new spare."""
         self._closed = False
         self._watcher_error: Exception | None = None
 
@@ -120,10 +117,12 @@ class RollingCopies:
         """Copy the states of ``request``, which decodes a token a step from here on.
 
         Call after the step that ends its prefill; ``num_computed_tokens`` count it.
-        Does nothing for a request that is followed already.
+        Does nothing for a request that is followed already, nor where each copy would
+        be at the end of a block.
         """
         request_id = request.request_id
-        if self._closed or request_id in self._followed:
+        is_needless = self.interval % self._block_size == 0
+        if self._closed or is_needless or request_id in self._followed:
             return
         computed = request.num_computed_tokens
         followed = _Followed(
@@ -148,9 +147,9 @@ class RollingCopies:
         """The copies that the step just scheduled has to run first, since it overwrites
         their states. Call after a ``schedule`` whose step has a turn.
 
-        None while a preempted request waits, nor for a request with no spare if no
-        block is free. A new spare may be handed on within the step: of two copies to
-        one block the last is meant, see ``took_spare``.
+        There is none while a preempted request waits, nor for a request without a
+        spare while no block is free. A new spare may be handed on within the step: of
+        two copies to one block the last is meant, see ``took_spare``.
 
         Raises what a watcher met since, which must not escape into vLLM's pool.
         """
@@ -178,6 +177,8 @@ class RollingCopies:
                 copies += self._copy(followed, boundary)
             else:
                 self._drop(followed, "memory_pressure")
+        if self._closed:  # an eviction that one caused went wrong
+            return []
         if self._unaccepted and now + 1 not in self._turns:
             self._turns[now + 1] = []
         return copies
@@ -311,8 +312,7 @@ class RollingCopies:
             self._pool.unpin_blocks(blocks, self._watcher(followed))
         else:
             followed.num_superseded += 1
-            if boundary // self.interval % RENEWED_EVERY == 0:
-                self._keep_longest(blocks)
+            self._keep_longest(blocks)
         self._observer.rolled(checkpoint, former)
         return followed.copies
 

@@ -427,14 +427,15 @@ class CheckpointSchedulerMixin(_Base):
             output.kv_cache_block_copies = resolve_chains(output.kv_cache_block_copies)
         watch.num_steps = now = watch.num_steps + 1
         try:
-            # The last part is ``StepWatch.may_leap``, written out.
-            if (
-                now in watch.turns
-                or now in watch.alarms
-                or output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
+            # The second half is ``StepWatch.may_leap``, written out.
+            if now in watch.alarms or (
+                output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
                 >= watch.decode_tokens
             ):
                 self._reach(output)
+            # Last: should an eviction that a copy causes fail, all was given up.
+            if now in watch.turns:
+                self._copy(output)
         except Exception:
             self._fail("a scheduled step")
         if watch.events:
@@ -451,16 +452,14 @@ class CheckpointSchedulerMixin(_Base):
             watch.is_due = watch.is_due or self._relief_armed
 
     def _reach(self, output: SchedulerOutput) -> None:
-        retention, watch = self.retention, self._watch
-        if retention is None:
+        if self.retention is not None:
+            for request in self._watch.arrived(output):
+                self.retention.reach(request)
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        retention = self.retention
+        if retention is None or (rolling := retention.copies) is None:
             return
-        for request in watch.arrived(output):
-            retention.reach(request)
-        if watch.num_steps not in watch.turns:
-            return
-        rolling = retention.copies
-        assert rolling is not None
-        # Last: should an eviction that one causes fail, all of this was given up.
         copies = rolling.take_turns()
         if copies and self.retention is retention:
             others = output.kv_cache_block_copies

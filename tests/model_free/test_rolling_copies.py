@@ -59,6 +59,51 @@ def test_a_longer_interval(start):
     assert talk.cached_tokens(prompt + answer + talk.tokens(30)) == 96
 
 
+@pytest.mark.parametrize("interval", [BLOCK, 2 * BLOCK])
+def test_an_interval_of_whole_blocks_leaves_them_to_the_other_kind(start, interval):
+    talk = start(copy_interval=interval, publish_on=["length"], exact_tail=False)
+    prompt, answer = talk.tokens(20), talk.tokens(200)
+    talk.ask(prompt, answer, max_tokens=200)
+    kinds = {event.boundary_kind for event in talk.events.of_type(CheckpointPinned)}
+    assert kinds == {"decode_block"}
+    assert talk.cached_tokens(prompt + answer + talk.tokens(30)) == 3 * BLOCK
+
+
+def test_where_the_copies_of_a_long_answer_are(start):
+    """At each multiple of the interval that is not the end of a block."""
+    talk = start(copy_interval=3 * UNIT)
+    request = talk.begin(talk.tokens(20), talk.answer(500))
+    talk.engine.run()
+    boundaries = [
+        event.boundary
+        for event in talk.events.of_type(CheckpointPinned)
+        if event.boundary_kind == "copy"
+    ]
+    ends = range(3 * UNIT, request.num_tokens - 1, 3 * UNIT)
+    assert boundaries == [end for end in ends if end % BLOCK]
+    assert talk.finished_event(request).num_superseded == (
+        len(boundaries) + (request.num_tokens - 1) // BLOCK - 1
+    )
+
+
+def test_a_spare_in_use_does_not_come_to_the_front(start):
+    """Free blocks are handed out from the front, and what others free goes behind."""
+    talk = start(copy_interval=UNIT, num_blocks=60)
+    talk.begin(talk.tokens(20), talk.answer(600))
+    queue = talk.scheduler.kv_cache_manager.block_pool.free_block_queue
+    watchers = talk.scheduler.kv_cache_manager.block_pool._reuse_watchers
+    places = []
+    while talk.engine.has_work:
+        talk.engine.step()
+        if watchers:
+            # As another request would: one is taken and freed.
+            queue.append(queue.popleft())
+        free = [block.block_id for block in queue.get_all_free_blocks()]
+        places += [free.index(block_id) / len(free) for block_id in watchers]
+    assert places
+    assert min(places) > 0
+
+
 def test_spares_cost_no_running_request_a_block(start):
     """They are parked: the pool counts them as free, and takes them."""
     notes = []
