@@ -53,8 +53,7 @@ class _Followed:
     the processor's caches when its turn comes.
     """
 
-    request: Request | None
-    """None once nobody follows it any more: its turn may still come."""
+    request: Request
     owner: RequestIdentity
     tables: tuple[list[KVCacheBlock], ...]
     """Its block table in each Mamba group, vLLM's own."""
@@ -106,7 +105,7 @@ class RollingCopies:
         self._followed: dict[str, _Followed] = {}
         # Those of them whose newest copy's step was not accepted yet, and some more.
         self._unaccepted: list[_Followed] = []
-        # Requests that were preempted; those that are back go at the next look.
+        # Requests that were preempted. Those that are back or gone go at a next look.
         self._displaced: dict[str, Request] = {}
         self.took_spare = False
         """Whether the last :meth:`take_turns` took a new spare."""
@@ -139,7 +138,10 @@ class RollingCopies:
         followed = self._followed.pop(request_id, None)
         if followed is None:
             return
-        followed.request = None
+        others = self._turns.get(followed.turn)
+        if others is not None and followed in others:
+            # An empty turn stays: it may be the one that promotes what is accepted.
+            others.remove(followed)
         if followed.num_superseded:
             self._observer.superseded(request_id, followed.num_superseded)
 
@@ -163,28 +165,26 @@ class RollingCopies:
         may_copy = not (self._displaced and self._is_anyone_displaced())
         copies: list[KVCacheBlockCopy] = []
         for followed in turns:
-            request = followed.request
-            if request is None:
-                continue
-            computed = request.num_computed_tokens
+            computed = followed.request.num_computed_tokens
             boundary = followed.boundary
             if computed > boundary:
                 followed.boundary = self._next_due(computed)
             self._await(followed, computed)
             if computed != boundary + 1:
                 continue
-            if may_copy:
-                copies += self._copy(followed, boundary)
-            else:
+            if not may_copy:
                 self._drop(followed, "memory_pressure")
-        if self._closed:  # an eviction that one caused went wrong
-            return []
+                continue
+            copies += self._copy(followed, boundary)
+            if self._closed:  # an eviction that it caused went wrong
+                return []
         if self._unaccepted and now + 1 not in self._turns:
             self._turns[now + 1] = []
         return copies
 
     def note_preempted(self, request: Request) -> None:
         """``request`` gives its blocks to others: see the module."""
+        self._is_anyone_displaced()
         self._displaced[request.request_id] = request
 
     def settle(self, request_id: str, materialized: int) -> None:
@@ -265,14 +265,13 @@ class RollingCopies:
         return [
             request_id
             for request_id, followed in self._followed.items()
-            if (request := followed.request) is not None
-            and request.status == RequestStatus.RUNNING
+            if followed.request.status == RequestStatus.RUNNING
             and not (
                 followed in self._turns.get(followed.turn, ())
                 and self._watch.num_steps
                 < followed.turn
                 <= self._watch.num_steps
-                + max(followed.boundary + 1 - request.num_computed_tokens, 1)
+                + max(followed.boundary + 1 - followed.request.num_computed_tokens, 1)
             )
         ]
 
@@ -348,10 +347,10 @@ class RollingCopies:
         """Promote the copies whose state's step was accepted."""
         waiting, self._unaccepted = self._unaccepted, []
         for followed in waiting:
-            request = followed.request
-            if request is None or followed.is_accepted:
+            if followed.is_accepted:  # dropped or settled since
                 continue
             assert followed.newest is not None
+            request = followed.request
             # There are no drafts here: it keeps all that it executed.
             executed = request.num_computed_tokens - request.num_in_flight_tokens
             if executed >= followed.newest.boundary:

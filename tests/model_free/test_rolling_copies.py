@@ -4,8 +4,14 @@ from collections import Counter
 
 import pytest
 from vllm.distributed.kv_events import BlockStored
+from vllm.v1.request import RequestStatus
 
-from vllm_fork.events import CheckpointPinned, CheckpointPublished, PrefixReused
+from vllm_fork.events import (
+    CheckpointPinned,
+    CheckpointPromoted,
+    CheckpointPublished,
+    PrefixReused,
+)
 from vllm_fork.model_free import blocks_only_pins_hold
 
 BLOCK, UNIT = 64, 16
@@ -52,6 +58,16 @@ def test_stop_of_an_answer_below_a_block(talk):
     assert (reused.num_cached_tokens, reused.source_kind) == (32, "copy")
 
 
+def test_a_copy_from_the_block_after_the_former_copys(start):
+    """Where no checkpoint at the end of a block came between them."""
+    talk = start(copy_interval=UNIT, publish_on=["length"])
+    talk.scheduler.retention._pin = lambda *args: None
+    prompt, answer = talk.tokens(20), talk.tokens(75)
+    talk.ask(prompt, answer, max_tokens=len(answer))
+    assert "superseded" in talk.discard_reasons(talk.engine.requests["request-1"])
+    assert talk.cached_tokens(prompt + answer + talk.tokens(30)) == BLOCK + UNIT
+
+
 def test_a_longer_interval(start):
     talk = start(copy_interval=3 * UNIT, publish_on=["length"])
     prompt, answer = talk.tokens(20), talk.tokens(90)
@@ -74,16 +90,117 @@ def test_where_the_copies_of_a_long_answer_are(start):
     talk = start(copy_interval=3 * UNIT)
     request = talk.begin(talk.tokens(20), talk.answer(500))
     talk.engine.run()
-    boundaries = [
-        event.boundary
-        for event in talk.events.of_type(CheckpointPinned)
-        if event.boundary_kind == "copy"
-    ]
+    boundaries = copied_boundaries(talk, request)
     ends = range(3 * UNIT, request.num_tokens - 1, 3 * UNIT)
     assert boundaries == [end for end in ends if end % BLOCK]
     assert talk.finished_event(request).num_superseded == (
         len(boundaries) + (request.num_tokens - 1) // BLOCK - 1
     )
+
+
+def copied_boundaries(talk, request):
+    return [
+        event.boundary
+        for event in talk.events.of_type(CheckpointPinned)
+        if event.request_id == request.request_id and event.boundary_kind == "copy"
+    ]
+
+
+def test_a_request_that_is_left_out_of_steps(start):
+    """Its copies come as many steps later."""
+    talk = start(copy_interval=UNIT)
+    scheduler = talk.scheduler
+    requests = [talk.begin(talk.tokens(20), talk.answer(180)) for _ in range(3)]
+    talk.decode_until(requests[-1], 25)
+    usual = scheduler.max_num_scheduled_tokens
+    for step in range(120):
+        # The last one, or the last two, find no room in it.
+        scheduler.max_num_scheduled_tokens = (usual, 1, 2)[step // 3 % 3]
+        talk.engine.step()
+        scheduler.check_integrity()
+    scheduler.max_num_scheduled_tokens = usual
+    assert len({request.num_tokens for request in requests}) == 3
+    talk.engine.run()
+    for request in requests:
+        ends = range(2 * UNIT, request.num_tokens - 1, UNIT)
+        assert copied_boundaries(talk, request) == [end for end in ends if end % BLOCK]
+
+
+@pytest.mark.parametrize("num_in_flight", [2, 4])
+def test_a_copy_is_promoted_by_the_step_that_finds_it_accepted(
+    start, is_async, num_in_flight
+):
+    talk = start(copy_interval=UNIT, batch_queue_size=num_in_flight if is_async else 1)
+    scheduler = talk.scheduler
+    requests = [talk.begin(talk.tokens(20 + i), talk.answer(150)) for i in range(3)]
+    schedule = scheduler.schedule
+    num_seen = 0
+
+    def schedule_and_look(*args):
+        nonlocal num_seen
+        executed = {
+            request.request_id: request.num_computed_tokens
+            - request.num_in_flight_tokens
+            for request in scheduler.running
+        }
+        output = schedule(*args)
+        made = {
+            event.checkpoint_id: event
+            for event in talk.events.of_type(CheckpointPinned)
+            if event.boundary_kind == "copy" and event.request_id in executed
+        }
+        promoted = {e.checkpoint_id for e in talk.events.of_type(CheckpointPromoted)}
+        newest = {event.request_id: event for event in made.values()}
+        for request_id, event in newest.items():
+            is_accepted = event.boundary <= executed[request_id]
+            # What this very step copied waits for the next one.
+            is_new = (
+                event.boundary == scheduler.requests[request_id].num_computed_tokens - 1
+            )
+            assert (event.checkpoint_id in promoted) == (is_accepted and not is_new)
+            num_seen += is_new
+        return output
+
+    scheduler.schedule = schedule_and_look
+    talk.engine.run()
+    assert num_seen == sum(len(copied_boundaries(talk, r)) for r in requests)
+
+
+def test_whoever_was_preempted_is_forgotten_in_the_end(start):
+    """Also where nobody's copy ever looks for them."""
+    talk = start(copy_interval=BLOCK, num_blocks=24)
+    for _ in range(6):
+        for _ in range(3):
+            talk.begin(talk.tokens(30), talk.answer(300))
+        talk.engine.run()
+    assert talk.engine.num_preemptions > 6
+    copies = talk.scheduler.retention.copies
+    copies.note_preempted(next(iter(talk.engine.requests.values())))
+    assert len(copies._displaced) == 1
+
+
+def test_nothing_is_kept_of_who_has_ended(start):
+    talk = start(copy_interval=50 * UNIT)
+    for _ in range(5):
+        talk.ask(talk.tokens(20), talk.answer(9))
+    assert not any(talk.scheduler._watch.turns.values())
+    assert not talk.scheduler._watch.alarms
+
+
+def test_a_request_that_ends_takes_no_promotion_with_it(start):
+    """It was due in the step that is to promote the other one's copy."""
+    talk = start(copy_interval=UNIT)
+    stays = talk.begin(talk.tokens(20), talk.answer(40))
+    # One token behind, so that its copy is due one step later.
+    leaves = talk.begin(talk.tokens(19), talk.answer(200))
+    while stays.num_computed_tokens < 2 * UNIT + 1:
+        talk.engine.step()
+    talk.engine.finish(leaves.request_id, RequestStatus.FINISHED_ABORTED)
+    for _ in range(4):
+        talk.engine.step()
+    assert not stays.is_finished()
+    promoted = talk.events.of_type(CheckpointPromoted)
+    assert [event.boundary for event in promoted] == [2 * UNIT]
 
 
 def test_a_spare_in_use_does_not_come_to_the_front(start):

@@ -1,6 +1,7 @@
 """Schedulers with checkpoints whose events are kept instead of sent."""
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from vllm_fork.events import (
     CheckpointPublished,
     EngineStarted,
     Event,
+    RequestFinished,
 )
 from vllm_fork.scheduler import with_checkpoints
 
@@ -51,10 +53,22 @@ class EventRecorder:
         """Every stage that no checkpoint may reach from the stage it was in.
 
         Pinned, then promoted, then published; discarded from either of the first
-        two; one end each. One sentence a problem.
+        two; one end each. And each end of a request that counts its superseded
+        checkpoints wrongly. One sentence a problem.
         """
         problems: list[str] = []
         self._replay(problems)
+        num_superseded: Counter[str] = Counter()
+        for event in self.events:
+            if isinstance(event, CheckpointDiscarded):
+                num_superseded[event.request_id] += event.reason == "superseded"
+            elif isinstance(event, RequestFinished):
+                count = num_superseded.pop(event.request_id, 0)
+                if event.num_superseded != count:
+                    problems.append(
+                        f"{event.request_id} ended with {event.num_superseded} "
+                        f"superseded checkpoints, of {count}"
+                    )
         return problems
 
     def _replay(self, problems: list[str] | None = None) -> dict[int, str]:
