@@ -213,6 +213,7 @@ class RetentionController:
         due = past - past % self.block_size + self.block_size
         if self.copies is not None:
             if request.is_prefill_chunk:
+                # Its prefill's end: copies are made from there on.
                 due = min(due, request.num_tokens)
             else:
                 self.copies.follow(request)

@@ -103,7 +103,8 @@ class RollingCopies:
         self._watch = watch
         self._turns = watch.turns
         self._followed: dict[str, _Followed] = {}
-        # Those of them whose newest copy's step was not accepted yet, and some more.
+        # Those of them whose newest copy's step was not accepted yet; also some that
+        # lost that copy since, or twice.
         self._unaccepted: list[_Followed] = []
         # Requests that were preempted. Those that are back or gone go at a next look.
         self._displaced: dict[str, Request] = {}
@@ -238,10 +239,11 @@ class RollingCopies:
         ``unaccepted``: the reason where its state's step was not accepted yet.
         """
         followed = self._followed.get(request_id)
-        if followed is not None:
-            if unaccepted is not None and not followed.is_accepted:
-                reason = unaccepted
-            self._drop(followed, reason)
+        if followed is None:
+            return
+        if not followed.is_accepted and not self._is_promoted(followed):
+            reason = unaccepted or reason
+        self._drop(followed, reason)
 
     def drop_all(self, reason: str) -> None:
         """Discard every copy, and make no more."""
@@ -305,8 +307,9 @@ class RollingCopies:
             next(self._ids), followed.owner, boundary, events.COPY, blocks
         )
         followed.newest = checkpoint
-        followed.is_accepted = False
-        self._unaccepted.append(followed)
+        if followed.is_accepted:
+            followed.is_accepted = False
+            self._unaccepted.append(followed)
         if former is None:
             self._pool.unpin_blocks(blocks, self._watcher(followed))
         else:
@@ -347,16 +350,20 @@ class RollingCopies:
         """Promote the copies whose state's step was accepted."""
         waiting, self._unaccepted = self._unaccepted, []
         for followed in waiting:
-            if followed.is_accepted:  # dropped or settled since
-                continue
-            assert followed.newest is not None
-            request = followed.request
-            # There are no drafts here: it keeps all that it executed.
-            executed = request.num_computed_tokens - request.num_in_flight_tokens
-            if executed >= followed.newest.boundary:
-                self._promote(followed)
-            else:
+            # Not if it was dropped or settled since.
+            if not followed.is_accepted and not self._is_promoted(followed):
                 self._unaccepted.append(followed)
+
+    def _is_promoted(self, followed: _Followed) -> bool:
+        """Promote the newest copy if its state's step was accepted."""
+        assert followed.newest is not None
+        request = followed.request
+        # There are no drafts here: it keeps all that it executed.
+        executed = request.num_computed_tokens - request.num_in_flight_tokens
+        if executed < followed.newest.boundary:
+            return False
+        self._promote(followed)
+        return True
 
     def _promote(self, followed: _Followed) -> None:
         assert followed.newest is not None
@@ -439,6 +446,8 @@ class RollingCopies:
 
     def _lose(self, followed: _Followed, block: KVCacheBlock) -> None:
         """The pool hands out ``block``: what the request's spare holds is gone."""
+        if not followed.is_accepted:
+            self._is_promoted(followed)
         checkpoint, followed.newest = followed.newest, None
         followed.is_accepted = True
         assert checkpoint is not None

@@ -10,10 +10,10 @@ a request's life:
 ``_mamba_block_aligned_split``    lets a short follow-up run in one step
 ``record_prefix_cache_stats``     the admission took place: ``PrefixReused``, and the
                                   request is watched from here on
-``schedule``                      promotes what was accepted since; arms the relief of
-                                  pins if memory may run short; then pins what the
-                                  step will complete, and adds the rolling copies
-                                  that it has to make first
+``schedule``                      promotes the pins that were accepted since; arms the
+                                  relief of pins if memory may run short; then pins
+                                  what the step will complete, promotes rolling copies
+                                  and adds those that the step has to make first
 ``_preempt_request``              discards (or publishes) before the blocks go
 ``_free_request``                 publishes before, releases after the blocks go
 ``reset_prefix_cache``            tells a forced reset from a preemption

@@ -61,7 +61,7 @@ class StepWatch:
         self.alarms: dict[int, dict[str, Request]] = {}
         """Requests to look at after a step, by its number."""
         self.turns: dict[int, list[Any]] = {}
-        """What rolling copies have to do after a step, by its number."""
+        """What rolling copies have to do with a step just scheduled, by its number."""
         # By id: the request; the computed tokens it is to have, None: whatever it has;
         # and the step of its one alarm, before which it cannot have them.
         self._watched: dict[str, tuple[Request, int | None, int]] = {}

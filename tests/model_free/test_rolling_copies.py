@@ -7,6 +7,7 @@ from vllm.distributed.kv_events import BlockStored
 from vllm.v1.request import RequestStatus
 
 from vllm_fork.events import (
+    CheckpointEvent,
     CheckpointPinned,
     CheckpointPromoted,
     CheckpointPublished,
@@ -164,6 +165,25 @@ def test_a_copy_is_promoted_by_the_step_that_finds_it_accepted(
     scheduler.schedule = schedule_and_look
     talk.engine.run()
     assert num_seen == sum(len(copied_boundaries(talk, r)) for r in requests)
+
+
+def test_an_accepted_copy_is_promoted_before_the_next_step_takes_its_spare(start):
+    talk = start(copy_interval=UNIT, num_blocks=40)
+    request = talk.begin(talk.tokens(20), talk.answer(60))
+    while 3 * UNIT not in copied_boundaries(talk, request):
+        talk.engine.step()
+    pool = talk.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    talk.begin(talk.tokens(20), talk.answer(5))
+    while "memory_pressure" not in talk.discard_reasons(request):
+        talk.engine.step()
+    pool.free_blocks(held)
+    stages = [
+        type(event).__name__
+        for event in talk.events.of_type(CheckpointEvent)
+        if event.request_id == request.request_id and event.boundary == 3 * UNIT
+    ]
+    assert stages == ["CheckpointPinned", "CheckpointPromoted", "CheckpointDiscarded"]
 
 
 def test_whoever_was_preempted_is_forgotten_in_the_end(start):
