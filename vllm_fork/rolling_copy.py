@@ -129,7 +129,7 @@ class RollingCopies:
             request,
             self._observer.identity(request),
             tuple(manager.req_to_blocks[request_id] for manager in self._mamba),
-            self._next_due(max(computed, request.num_prompt_tokens)),
+            self._next_due(computed),
         )
         self._followed[request_id] = followed
         self._await(followed, computed)
@@ -199,8 +199,9 @@ class RollingCopies:
 
     def supersede(self, request_id: str, boundary: int) -> None:
         """A deeper checkpoint of the request was promoted."""
-        newest = self._newest(request_id)
-        if newest is not None and newest.boundary <= boundary:
+        followed = self._followed.get(request_id)
+        newest = followed and followed.newest
+        if newest and newest.boundary <= boundary:
             self.drop(request_id, "superseded")
 
     def is_at_a_copy(self, boundary: int) -> bool:
@@ -241,7 +242,7 @@ class RollingCopies:
         followed = self._followed.get(request_id)
         if followed is None:
             return
-        if not followed.is_accepted and not self._is_promoted(followed):
+        if not followed.is_accepted and not self._promote_if_accepted(followed):
             reason = unaccepted or reason
         self._drop(followed, reason)
 
@@ -351,11 +352,11 @@ class RollingCopies:
         waiting, self._unaccepted = self._unaccepted, []
         for followed in waiting:
             # Not if it was dropped or settled since.
-            if not followed.is_accepted and not self._is_promoted(followed):
+            if not followed.is_accepted and not self._promote_if_accepted(followed):
                 self._unaccepted.append(followed)
 
-    def _is_promoted(self, followed: _Followed) -> bool:
-        """Promote the newest copy if its state's step was accepted."""
+    def _promote_if_accepted(self, followed: _Followed) -> bool:
+        """Promote the newest copy if its state's step was accepted; return whether."""
         assert followed.newest is not None
         request = followed.request
         # There are no drafts here: it keeps all that it executed.
@@ -370,10 +371,6 @@ class RollingCopies:
         followed.is_accepted = True
         self._observer.promoted(followed.newest, None)
 
-    def _newest(self, request_id: str) -> Checkpoint | None:
-        followed = self._followed.get(request_id)
-        return followed.newest if followed is not None else None
-
     def _drop(self, followed: _Followed, reason: str) -> None:
         checkpoint = self._take_out(followed)
         if checkpoint is not None:
@@ -382,7 +379,7 @@ class RollingCopies:
 
     def _take_free(self, count: int) -> tuple[KVCacheBlock, ...] | None:
         """Free blocks, referenced; None if there are not so many."""
-        if self._closed or self._pool.get_num_free_blocks() < count:
+        if self._pool.get_num_free_blocks() < count:
             return None
         self.took_spare = True
         blocks = tuple(self._pool.get_new_blocks(count))
@@ -447,7 +444,7 @@ class RollingCopies:
     def _lose(self, followed: _Followed, block: KVCacheBlock) -> None:
         """The pool hands out ``block``: what the request's spare holds is gone."""
         if not followed.is_accepted:
-            self._is_promoted(followed)
+            self._promote_if_accepted(followed)
         checkpoint, followed.newest = followed.newest, None
         followed.is_accepted = True
         assert checkpoint is not None

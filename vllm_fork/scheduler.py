@@ -457,11 +457,10 @@ class CheckpointSchedulerMixin(_Base):
                 self.retention.reach(request)
 
     def _copy(self, output: SchedulerOutput) -> None:
-        retention = self.retention
-        if retention is None or (rolling := retention.copies) is None:
+        if self.retention is None or (rolling := self.retention.copies) is None:
             return
         copies = rolling.take_turns()
-        if copies and self.retention is retention:
+        if copies:
             others = output.kv_cache_block_copies
             if others or rolling.took_spare:
                 copies = resolve_chains([*(others or ()), *copies])

@@ -4,7 +4,8 @@ At one running request a step takes some 70 us, and each attribute that is looke
 it counts; at many, each request that is looked at is another miss of the processor's
 caches. So a step in which requests merely decode looks at none of them: one that is 500
 tokens short of what it is watched for has an *alarm* 500 steps ahead. What advances by
-more in a step (a prefill) is found by the step's token counts.
+more in a step (a prefill) is found by the step's token counts. Rolling copies note
+their *turns* here in the same way.
 """
 
 from __future__ import annotations
